@@ -1,0 +1,127 @@
+# kbmla: `make` prints help. `make demo` and `make test` do all their set-up.
+#
+# The C core is built here into a static library; only the binding (csrc/torch) goes through
+# torch's extension builder, in setup.py.
+
+VENV     ?= .venv
+PYTHON   ?= $(VENV)/bin/python
+CC       ?= gcc
+BUILD    ?= build
+JOBS     ?= $(or $(MAX_JOBS),$(shell nproc))
+SANITIZE ?= address,undefined
+PYTEST_ARGS ?=
+
+CFLAGS_COMMON = -std=c11 -fPIC -g -Wall -Wextra -Wconversion -Werror -Icsrc
+CFLAGS   ?= -O3
+ifeq ($(DEBUG),1)
+CFLAGS   := -O1 -UNDEBUG
+endif
+
+CORE_C   = $(wildcard csrc/*.c) $(wildcard csrc/cpu/*.c)
+HEADERS  = $(wildcard csrc/*.h) $(wildcard csrc/cpu/*.h)
+LIB      = $(BUILD)/libkbmla.a
+OBJECTS  = $(CORE_C:csrc/%.c=$(BUILD)/obj/%.o)
+ASAN_OBJECTS = $(CORE_C:csrc/%.c=$(BUILD)/asan/%.o)
+
+# Per-file instruction sets; the choice among them is made at run time.
+ifeq ($(shell uname -m),x86_64)
+ISA_avx2   = -mavx2 -mfma -mf16c
+ISA_avx512 = $(ISA_avx2) -mavx512f -mavx512bw -mavx512vl -mavx512dq -mprefer-vector-width=512
+endif
+isa_flags = $(if $(findstring avx512,$(1)),$(ISA_avx512),$(if $(findstring avx2,$(1)),$(ISA_avx2)))
+
+.DEFAULT_GOAL := help
+.PHONY: help venv build lib demo test test-c test-py lint format bench clean
+
+help: ## this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
+	@echo '  PYTHON=/path/to/python uses an existing environment instead of $(VENV)'
+
+# ---- environment --------------------------------------------------------------------------------
+# With the default PYTHON a virtual environment is made and filled; with PYTHON given, that
+# environment is used as it is and only what pyproject.toml asks for and it lacks is installed.
+
+ENV_STAMP = $(BUILD)/env-$(subst /,_,$(PYTHON)).stamp
+
+$(VENV)/bin/python:
+	python3 -m venv $(VENV)
+
+ifeq ($(PYTHON),$(VENV)/bin/python)
+$(ENV_STAMP): $(VENV)/bin/python
+endif
+
+$(ENV_STAMP): pyproject.toml requirements-dev.txt
+	@mkdir -p $(BUILD)
+	$(PYTHON) -m pip install -q -r requirements-dev.txt
+	@touch $@
+
+venv: $(ENV_STAMP) ## the development environment in .venv
+
+# ---- build --------------------------------------------------------------------------------------
+
+$(BUILD)/obj/%.o: csrc/%.c $(HEADERS) Makefile
+	@mkdir -p $(@D)
+	$(CC) $(CFLAGS_COMMON) $(CFLAGS) $(call isa_flags,$*) -c $< -o $@
+
+$(LIB): $(OBJECTS)
+	@rm -f $@
+	$(AR) rcs $@ $^
+
+lib: $(LIB) ## the C core alone, build/libkbmla.a
+
+BUILD_STAMP = $(BUILD)/package-$(subst /,_,$(PYTHON)).stamp
+
+$(BUILD_STAMP): $(ENV_STAMP) $(LIB) csrc/torch/ops.cpp setup.py pyproject.toml
+	$(PYTHON) -m pip install -q --no-build-isolation --no-deps -e .
+	@touch $@
+
+build: $(BUILD_STAMP) ## the package, installed in place (editable)
+
+# ---- what a newcomer runs -----------------------------------------------------------------------
+
+demo: build ## plan, decode and check a batch from a public trace, with pictures
+	$(PYTHON) -m kbmla demo
+
+test: test-c test-py ## everything that needs no GPU; GPU tests run where there is one
+
+test-py: build
+	$(PYTHON) -m pytest tests $(PYTEST_ARGS)
+
+# ---- torch-free C tests, under sanitizers -------------------------------------------------------
+
+$(BUILD)/asan/%.o: csrc/%.c $(HEADERS) Makefile
+	@mkdir -p $(@D)
+	$(CC) $(CFLAGS_COMMON) -O1 -fsanitize=$(SANITIZE) -fno-sanitize-recover=all $(call isa_flags,$*) -c $< -o $@
+
+$(BUILD)/test_core_asan: tests/c/test_core.c $(ASAN_OBJECTS)
+	$(CC) $(CFLAGS_COMMON) -O1 -fsanitize=$(SANITIZE) -fno-sanitize-recover=all $^ -o $@ -lm -lpthread
+
+$(BUILD)/test_core: tests/c/test_core.c $(LIB)
+	$(CC) $(CFLAGS_COMMON) -O2 -DKBMLA_COUNT_ALLOCATIONS -Wl,--wrap=malloc,--wrap=calloc,--wrap=realloc $^ -o $@ -lm -lpthread
+
+test-c: $(BUILD)/test_core $(BUILD)/test_core_asan ## the torch-free C tests, plain and under ASan and UBSan
+	$(BUILD)/test_core
+	$(BUILD)/test_core_asan
+
+# ---- the rest -----------------------------------------------------------------------------------
+
+PY_SOURCES = kbmla tests benchmarks setup.py
+C_SOURCES  = $(CORE_C) $(HEADERS) $(wildcard csrc/torch/*.cpp) $(wildcard tests/c/*.c)
+
+lint: venv ## clang-format, ruff, mypy
+	$(PYTHON) -m ruff check $(PY_SOURCES)
+	$(PYTHON) -m ruff format --check $(PY_SOURCES)
+	$(PYTHON) -m mypy
+	$$($(PYTHON) -c 'import clang_format as c; print(c.get_executable("clang-format"))') --dry-run -Werror $(C_SOURCES)
+
+format: venv ## rewrite all sources in the project's format
+	$(PYTHON) -m ruff format $(PY_SOURCES)
+	$(PYTHON) -m ruff check --fix -q $(PY_SOURCES)
+	$$($(PYTHON) -c 'import clang_format as c; print(c.get_executable("clang-format"))') -i $(C_SOURCES)
+
+bench: build ## CPU decode against eager PyTorch, and the planner's simulation
+	$(PYTHON) benchmarks/bench_cpu.py
+	$(PYTHON) benchmarks/simulate_plan.py
+
+clean: ## remove what was built, the environment excepted
+	rm -rf $(BUILD) kbmla/_C*.so *.egg-info .pytest_cache .mypy_cache .ruff_cache

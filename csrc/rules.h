@@ -1,0 +1,133 @@
+/*
+ * The integer rules every backend shares, host and device: row packing, work entries, split
+ * bounds, partial slots and the causal bound. Each rule has its one definition here; the planner's
+ * balancing rule is in plan_rule.h.
+ */
+#ifndef KBMLA_RULES_H
+#define KBMLA_RULES_H
+
+#include <stdint.h>
+
+#include "kbmla.h"
+
+#ifdef __CUDACC__
+#define KBMLA_HOST_DEVICE __host__ __device__ __forceinline__
+#else
+#define KBMLA_HOST_DEVICE static inline
+#endif
+
+KBMLA_HOST_DEVICE int32_t kbmla_min(int32_t a, int32_t b) { return a < b ? a : b; }
+KBMLA_HOST_DEVICE int32_t kbmla_max(int32_t a, int32_t b) { return a > b ? a : b; }
+/* a >= 0, b > 0. Written so that it cannot overflow for any int32 a. */
+KBMLA_HOST_DEVICE int32_t kbmla_ceil_div(int32_t a, int32_t b) { return a / b + (a % b != 0); }
+
+/* ------------------------------------------------------------------ query rows
+ * Rows of a request are packed row = token * heads + head and cut into q tiles of q_tile_rows. */
+
+/* Rows of `q_tile` that exist: q_tile_rows but for the last tile. */
+KBMLA_HOST_DEVICE int32_t kbmla_tile_valid_rows(int32_t rows, int32_t q_tile_rows,
+                                                int32_t q_tile) {
+    return kbmla_min(q_tile_rows, rows - q_tile * q_tile_rows);
+}
+
+/* ------------------------------------------------------------------ work list
+ * An entry is (q_tile * B + batch) << 8 | split, or negative. Valid entries are a prefix; all that
+ * follows is negative, at least one wave of it. The last max_requests elements of the list hold
+ * ~(first partial slot) of each request: negative too, so a walk that reached them would end.
+ * Cluster i of the wave takes entries i, i + num_clusters, ... until a negative one. */
+
+typedef struct kbmla_work_tile {
+    int32_t q_tile;
+    int32_t batch;
+    int32_t split;
+    int32_t is_valid;
+} kbmla_work_tile;
+
+KBMLA_HOST_DEVICE int32_t kbmla_pack_entry(int32_t q_tile, int32_t batch, int32_t split,
+                                           int32_t num_requests) {
+    return (q_tile * num_requests + batch) << 8 | split;
+}
+
+KBMLA_HOST_DEVICE kbmla_work_tile kbmla_unpack_entry(int32_t entry, int32_t num_requests) {
+    int32_t packed = kbmla_max(entry, 0);
+    kbmla_work_tile tile;
+    tile.q_tile = (packed >> 8) / num_requests;
+    tile.batch = (packed >> 8) % num_requests;
+    tile.split = packed & 255;
+    tile.is_valid = entry >= 0;
+    return tile;
+}
+
+/* ------------------------------------------------------------------ splits */
+
+/* KV tiles of a length; a length <= 0 has none. */
+KBMLA_HOST_DEVICE int32_t kbmla_num_tiles(int32_t length) {
+    return length > 0 ? kbmla_ceil_div(length, KBMLA_TILE_TOKENS) : 0;
+}
+
+typedef struct kbmla_split_range {
+    int32_t begin_tile;
+    int32_t end_tile; /* begin == end: nothing to read */
+    int32_t count;    /* splits that are not empty, >= 1 */
+} kbmla_split_range;
+
+/* Tiles of split `split` of a request of `tiles` tiles cut into `count` splits. `count` is taken
+ * as 1..tiles and normalised so that no split is empty; a `split` past it gets an empty range. */
+KBMLA_HOST_DEVICE kbmla_split_range kbmla_split_bounds(int32_t tiles, int32_t count,
+                                                       int32_t split) {
+    kbmla_split_range range = {0, 0, 1};
+    if (tiles > 0) {
+        int32_t wanted = kbmla_min(kbmla_max(count, 1), kbmla_min(tiles, KBMLA_MAX_SPLITS));
+        int32_t per = kbmla_ceil_div(tiles, wanted);
+        range.count = kbmla_ceil_div(tiles, per);
+        range.begin_tile = kbmla_min(split * per, tiles);
+        range.end_tile = kbmla_min(range.begin_tile + per, tiles);
+    }
+    return range;
+}
+
+/* A count without empty splits: ceil(tiles / ceil(tiles / count)), at least 1. */
+KBMLA_HOST_DEVICE int32_t kbmla_normalise_count(int32_t tiles, int32_t count) {
+    return kbmla_split_bounds(tiles, count, 0).count;
+}
+
+/* ------------------------------------------------------------------ partial results
+ * Slot of an entry of a split request. The workspace holds partial_o [slots, q_tile_rows, 512],
+ * then partial_lse [slots, q_tile_rows] float. `base` is the request's first slot. */
+
+KBMLA_HOST_DEVICE int32_t kbmla_partial_slot(int32_t base, int32_t q_tile, int32_t planned_count,
+                                             int32_t split) {
+    return base + q_tile * planned_count + split;
+}
+
+/* ------------------------------------------------------------------ causal bound */
+
+typedef struct kbmla_context_parallel {
+    int32_t world;
+    int32_t rank;
+    int32_t interleave;
+} kbmla_context_parallel;
+
+/* How many of the first `global` tokens live on this rank: local token c is the global token
+ * ((c / I) * W + R) * I + c % I. */
+KBMLA_HOST_DEVICE int32_t kbmla_local_length(int32_t global, kbmla_context_parallel cp) {
+    int64_t period = (int64_t)cp.interleave * cp.world;
+    int64_t full = global / period;
+    int64_t rest = global - full * period - (int64_t)cp.rank * cp.interleave;
+    rest = rest < 0 ? 0 : rest > cp.interleave ? cp.interleave : rest;
+    return (int32_t)(full * cp.interleave + rest);
+}
+
+/* Number of leading local keys that query token `token` of `q_len` sees. `length` is the local
+ * length; `total` is the global one, equal to `length` when world is 1. */
+KBMLA_HOST_DEVICE int32_t kbmla_visible_keys(int32_t length, int32_t total, int32_t q_len,
+                                             int32_t token, int32_t causal,
+                                             kbmla_context_parallel cp) {
+    if (!causal)
+        return kbmla_max(length, 0);
+    int64_t bound = (int64_t)total - (q_len - 1) + token;
+    int32_t global = bound > 0 ? (int32_t)bound : 0;
+    return kbmla_max(0, kbmla_min(kbmla_local_length(global, cp), length));
+}
+
+#endif

@@ -1,0 +1,178 @@
+"""One core: a query length and a size class, with what its plans and decodes need.
+
+Mirrors the interface of the kv_balanced_mla core: buffers belong to the caller, who asks here for
+their sizes. `BalancedMla` (balanced.py) owns cores and buffers for a model.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from . import ops
+from ._lib import Config, config_sizes
+
+# Per DCP setting: (most requests, entries a plan may hold beyond one per request and q tile).
+CAPACITY: dict[bool, tuple[tuple[int, int], ...]] = {
+    False: ((16, 264), (64, 396), (256, 528), (1024, 640)),
+    True: ((16, 264), (64, 396), (256, 528), (1024, 640)),
+}
+# Fewer tokens than this are not worth a split of their own.
+MIN_SPLIT_TOKENS = 256
+# Stock scale of P before its E4M3 rounding; larger ones (to 256) keep weak keys, see the README.
+TOKENSPEED_P_SCALE = 1.0
+
+POLICIES = ("balanced", "equal", "fixed")
+_BACKEND_CPU = 0
+
+
+def wave_clusters(device: torch.device) -> int:
+    """Width of the wave that walks a plan on `device`: torch's threads on a CPU."""
+    return min(torch.get_num_threads(), 4096)
+
+
+def _backend(device: torch.device) -> int:
+    if device.type == "cpu":
+        return _BACKEND_CPU
+    raise NotImplementedError(f"device: expected cpu (this build has no CUDA kernels), got {device}")
+
+
+def supports(heads: int, q: int, device: torch.device | str) -> bool:
+    """Whether a core of `heads` x `q` query rows per request runs on `device`. Never raises."""
+    try:
+        config_sizes(Config(heads, q, 1, 1, 0, 1, 0, _backend(torch.device(device)), 1, 0, 1, 1))
+    except Exception:
+        return False
+    return True
+
+
+class KvBalancedMla:
+    """A core of `heads` heads and `q` query tokens for steps of up to `requests` requests.
+
+    heads: 1..128 of this rank; q >= 1, heads * q <= 1024; requests: 1..1024; causal: whether query
+    token t of q sees keys only up to its own position; capacity: entries a plan may hold beyond one
+    per (request, q tile), further limited by the workspace's budget; min_split_tokens: the least a
+    split is worth; partial_fp16: unmerged results as FP16; p_scale: power of two in 1..256, factor
+    of P before its E4M3 rounding; reducer_d_tiles: 1 or 2 bands of the 512 output columns.
+    clusters: width of the wave, an input of the plan (None: this device's); policy: "balanced",
+    "equal" or "fixed".
+
+    ValueError or NotImplementedError names what does not fit. Allocates nothing on the device.
+    Attributes: `max_requests`; `list_len`, int32 elements of a work list; `workspace_bytes`;
+    `clusters`; `sizes`.
+    """
+
+    def __init__(
+        self,
+        heads: int,
+        q: int,
+        requests: int,
+        causal: bool,
+        device: torch.device | str,
+        capacity: int,
+        min_split_tokens: int,
+        partial_fp16: bool = False,
+        p_scale: float = 1.0,
+        reducer_d_tiles: int = 1,
+        *,
+        clusters: int | None = None,
+        policy: str = "balanced",
+    ) -> None:
+        if policy not in POLICIES:
+            raise ValueError(f"policy: expected one of {POLICIES}, got {policy!r}")
+        if not 1 <= p_scale <= 256 or p_scale != int(p_scale):
+            raise ValueError(f"p_scale: expected a power of two in 1..256, got {p_scale}")
+        self.device = torch.device(device)
+        self.heads, self.q = heads, q
+        self.clusters = wave_clusters(self.device) if clusters is None else clusters
+        self.config = Config(
+            num_heads=heads,
+            q_len=q,
+            max_requests=requests,
+            num_clusters=self.clusters,
+            capacity=capacity,
+            min_split_tokens=min_split_tokens,
+            policy=POLICIES.index(policy),
+            backend=_backend(self.device),
+            causal=int(causal),
+            partial_fp16=int(partial_fp16),
+            reducer_d_tiles=reducer_d_tiles,
+            p_scale=int(p_scale),
+        )
+        self.sizes = config_sizes(self.config)
+        self.max_requests = requests
+        self.list_len = self.sizes.list_len
+        self.workspace_bytes = self.sizes.workspace_bytes
+        self._planned_requests = -1
+
+    def plan(self, lengths: Tensor, counts: Tensor, work: Tensor) -> None:
+        """Plans one step from `lengths` [B] int32 into `counts` [>= B] and `work` [>= list_len].
+
+        One kernel on the current stream; reads only `lengths`, rewrites the whole list.
+        """
+        ops.plan(lengths, counts, work, self.config)
+        self._planned_requests = lengths.numel()
+
+    def decode(
+        self,
+        query: Tensor,
+        cache: Tensor,
+        block_table: Tensor,
+        lengths: Tensor,
+        softmax: float,
+        output_scale: float,
+        counts: Tensor,
+        work: Tensor,
+        workspace: Tensor,
+        lse: Tensor | None = None,
+        causal_lens: Tensor | None = None,
+        cp: tuple[int, int, int] = (1, 0, 1),
+        out: Tensor | None = None,
+        pdl: bool = True,
+    ) -> Tensor:
+        """Decodes one layer with the current plan; returns `out`.
+
+        query: [B*q, heads, 576] or [B, q, heads, 576] e4m3fn; cache: [pages, page, 576] e4m3fn, K =
+        all 576 and V = the first 512 of a row; block_table: [B, max_pages] int32, token n of
+        request b lies in page table[b, n // page], slot n % page; lengths: [B] int32 local KV
+        tokens, the q new ones included; softmax and output_scale: host floats > 0; causal_lens: [B]
+        int32 global lengths under DCP; cp: (world, rank, interleave); out: [B, q, heads, 512] bf16
+        and lse: [B, q, heads] float32 log2 (or both with B*q merged), written whole; pdl: on a GPU,
+        chain to the kernels before and after by programmatic dependent launch.
+
+        A row that sees no key gets out 0 and lse -inf. Without `out` a new tensor is made, the one
+        allocation here. ValueError names the argument that does not fit, RuntimeError a missing
+        plan; nothing is written then.
+        """
+        if self._planned_requests < 0:
+            raise RuntimeError("decode: expected a plan first, none was made on this core")
+        if isinstance(query, Tensor) and query.dim() == 3:
+            query = self._per_request("query", query)
+        if out is None:
+            shape = (*query.shape[:-1], 512)
+            out = torch.empty(shape, dtype=torch.bfloat16, device=query.device)
+        written = out
+        if isinstance(out, Tensor) and out.dim() == 3:
+            out = self._per_request("out", out)
+        if isinstance(lse, Tensor) and lse.dim() == 2:
+            lse = self._per_request("lse", lse)
+        requests = query.shape[0] if isinstance(query, Tensor) and query.dim() == 4 else -1
+        if requests not in (-1, self._planned_requests):
+            raise RuntimeError(
+                f"decode: expected a plan of {requests} requests, as query has, the last plan was "
+                f"of {self._planned_requests}"
+            )
+        ops.decode(
+            query, cache, block_table, lengths, causal_lens, counts, work, workspace, out, lse,
+            softmax, output_scale, cp, pdl, self.config,
+        )  # fmt: skip
+        return written
+
+    def _per_request(self, name: str, tensor: Tensor) -> Tensor:
+        """View of [B*q, ...] as [B, q, ...], whatever the strides."""
+        if tensor.shape[0] % self.q:
+            raise ValueError(
+                f"{name}: expected a first dimension divisible by q = {self.q}, got shape "
+                f"{list(tensor.shape)}"
+            )
+        return tensor.unflatten(0, (tensor.shape[0] // self.q, self.q))

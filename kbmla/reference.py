@@ -1,0 +1,262 @@
+"""What a decode computes, in float64 PyTorch: the exact result, and a model of the kernels' rule
+for storing probabilities as E4M3.
+
+Slow, meant to be read and compared with. Only bytes that a request owns are read, one token row at
+a time through the block table. Log-sum-exps are base 2 everywhere.
+
+Shapes and types shared by the functions below:
+    query        [B, q, heads, 576] float8_e4m3fn
+    cache        [pages, page, 576] float8_e4m3fn; a row is a key, its first 512 columns a value
+    block_table  [B, max_pages] int32
+    lengths      [B] int32, KV tokens of this rank; <= 0 means none
+    scales       (softmax scale, output scale)
+    totals, cp   [B] int32 global lengths and (world, rank, interleave), under context parallelism
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+__all__ = ["attention", "e4m3_model", "local_length", "merge", "visible_keys"]
+
+HEAD_DIM_V = 512
+TILE_TOKENS = 128
+MAX_SPLITS = 256
+E4M3_MAX = 448.0
+LOG2E = math.log2(math.e)
+_CHUNK_TOKENS = 16384
+
+
+def local_length(total: int, cp: tuple[int, int, int]) -> int:
+    """How many of the first `total` tokens live on a rank; cp is (world, rank, interleave)."""
+    world, rank, interleave = cp
+    full, rest = divmod(total, interleave * world)
+    return full * interleave + min(max(rest - rank * interleave, 0), interleave)
+
+
+def visible_keys(
+    length: int,
+    q: int,
+    *,
+    total: int | None = None,
+    cp: tuple[int, int, int] = (1, 0, 1),
+    causal: bool = True,
+) -> list[int]:
+    """Leading local keys that each of the `q` query tokens sees.
+
+    Token t is the global token `total - q + t` and sees keys up to its own; the bound is formed
+    in global positions and then made local. `total` defaults to `length`.
+    """
+    length = max(length, 0)
+    if not causal:
+        return [length] * q
+    total = length if total is None else total
+    bounds = (max(total - (q - 1) + t, 0) for t in range(q))
+    return [min(local_length(bound, cp), length) for bound in bounds]
+
+
+def _rows(cache: Tensor, table: Tensor, begin: int, end: int) -> Tensor:
+    """Tokens begin..end of one request as [end - begin, 576] float64."""
+    token = torch.arange(begin, end, device=cache.device)
+    page, slot = token // cache.shape[1], token % cache.shape[1]
+    rows = cache.view(torch.uint8)[table[page].long(), slot]
+    return rows.view(torch.float8_e4m3fn).double()
+
+
+def _requests(
+    query: Tensor,
+    cache: Tensor,
+    block_table: Tensor,
+    lengths: Tensor,
+    totals: Tensor | None,
+    cp: tuple[int, int, int],
+    causal: bool,
+) -> list[tuple[int, Tensor]]:
+    """Per request: its readable length, and the keys each of its q * heads rows sees."""
+    batch, q, heads, _ = query.shape
+    world, rank, interleave = cp
+    if world < 1 or interleave < 1 or not 0 <= rank < world:
+        raise ValueError(f"cp: expected world, interleave >= 1 and 0 <= rank < world, got {cp}")
+    if world > 1 and totals is None:
+        raise ValueError("totals: expected the global lengths, as cp has more than one rank")
+    sizes = {"block_table": block_table, "lengths": lengths, "totals": totals}
+    for name, tensor in sizes.items():
+        if tensor is not None and tensor.shape[0] != batch:
+            raise ValueError(f"{name}: expected {batch} requests, got {tensor.shape[0]}")
+    limit = block_table.shape[1] * cache.shape[1]
+    found = []
+    for b, length in enumerate(lengths.tolist()):
+        total = None if totals is None else int(totals[b])
+        length = min(max(length, 0), limit)
+        visible = visible_keys(length, q, total=total, cp=cp, causal=causal)
+        rows = torch.tensor(visible, device=query.device).repeat_interleave(heads)
+        found.append((length, rows))
+    return found
+
+
+def attention(
+    query: Tensor,
+    cache: Tensor,
+    block_table: Tensor,
+    lengths: Tensor,
+    scales: tuple[float, float],
+    *,
+    totals: Tensor | None = None,
+    cp: tuple[int, int, int] = (1, 0, 1),
+    causal: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """The exact result, of the dequantised inputs.
+
+    Returns:
+        out [B, q, heads, 512] float64 and lse [B, q, heads] float64 in base 2. A row that sees no
+        key has out 0 and lse -inf.
+
+    Raises:
+        ValueError: `cp` out of range, missing `totals`, or sizes that disagree.
+    """
+    softmax_scale, output_scale = scales
+    batch, q, heads, _ = query.shape
+    out = torch.zeros(batch, q, heads, HEAD_DIM_V, dtype=torch.float64, device=query.device)
+    lse = torch.full((batch, q, heads), -math.inf, dtype=torch.float64, device=query.device)
+    requests = _requests(query, cache, block_table, lengths, totals, cp, causal)
+    for b, (length, visible) in enumerate(requests):
+        if length == 0:
+            continue
+        chunks = [(i, min(i + _CHUNK_TOKENS, length)) for i in range(0, length, _CHUNK_TOKENS)]
+        queries = query[b].reshape(q * heads, -1).double()
+        scores = torch.cat(
+            [queries @ _rows(cache, block_table[b], *chunk).T for chunk in chunks], dim=1
+        )
+        scores *= softmax_scale * LOG2E
+        hidden = torch.arange(length, device=query.device) >= visible[:, None]
+        scores.masked_fill_(hidden, -math.inf)
+        # logsumexp is the natural one: ln 2 and back.
+        row_lse = torch.logsumexp(scores * math.log(2), dim=1) * LOG2E
+        weights = torch.exp2(scores - row_lse.nan_to_num(neginf=0.0)[:, None])
+        values = torch.zeros(q * heads, HEAD_DIM_V, dtype=torch.float64, device=query.device)
+        for begin, end in chunks:
+            rows = _rows(cache, block_table[b], begin, end)
+            values += weights[:, begin:end] @ rows[:, :HEAD_DIM_V]
+        out[b] = values.view(q, heads, HEAD_DIM_V) * output_scale
+        lse[b] = row_lse.view(q, heads)
+    return out, lse
+
+
+def merge(
+    outs: Sequence[Tensor] | Tensor, lses: Sequence[Tensor] | Tensor
+) -> tuple[Tensor, Tensor]:
+    """Merges results over disjoint keys (splits of a request, or ranks) by their base-2 lse.
+
+    Args:
+        outs: R results [..., 512], a sequence or stacked along dim 0.
+        lses: R base-2 log-sum-exps [...], likewise. Where one is -inf its out is not used.
+
+    Returns:
+        out [..., 512] and base-2 lse [...], float64.
+
+    Raises:
+        ValueError: no results, or sizes that disagree.
+    """
+    if len(outs) == 0 or len(outs) != len(lses):
+        raise ValueError(f"outs, lses: expected as many of each, got {len(outs)} and {len(lses)}")
+    out = torch.stack(list(outs)).double()
+    lse = torch.stack(list(lses)).double()
+    if out.shape[:-1] != lse.shape:
+        raise ValueError(
+            f"outs, lses: expected [..., D] and [...], got {tuple(out.shape)}, {tuple(lse.shape)}"
+        )
+    most = lse.amax(dim=0)
+    empty = most.isneginf()
+    weights = torch.exp2(lse - most.masked_fill(empty, 0.0))
+    used = out.masked_fill(lse.isneginf().unsqueeze(-1), 0.0)
+    total = weights.sum(dim=0)
+    merged = (weights.unsqueeze(-1) * used).sum(dim=0) / total.masked_fill(empty, 1.0).unsqueeze(-1)
+    return merged, most + torch.log2(total.masked_fill(empty, 1.0))
+
+
+def _e4m3(values: Tensor) -> Tensor:
+    """Round to nearest even to E4M3, saturating, and back."""
+    small = values.clamp(-E4M3_MAX, E4M3_MAX).float()
+    return small.to(torch.float8_e4m3fn).double()
+
+
+def _split_ranges(tiles: int, count: int) -> list[tuple[int, int]]:
+    """Tile ranges of `count` splits, after the normalisation that leaves none empty."""
+    if tiles == 0:
+        return [(0, 0)]
+    per = -(-tiles // min(max(count, 1), tiles, MAX_SPLITS))
+    return [(begin, min(begin + per, tiles)) for begin in range(0, tiles, per)]
+
+
+def e4m3_model(
+    query: Tensor,
+    cache: Tensor,
+    block_table: Tensor,
+    lengths: Tensor,
+    scales: tuple[float, float],
+    *,
+    totals: Tensor | None = None,
+    cp: tuple[int, int, int] = (1, 0, 1),
+    causal: bool = True,
+    counts: Tensor | None = None,
+    p_scale: float = 1.0,
+) -> tuple[Tensor, Tensor]:
+    """The kernels' result but for FP32 and BF16 rounding: what E4M3 probabilities alone cost.
+
+    Each split goes through tiles of 128 keys in order. A row keeps its maximum m while the new one
+    is at most 8 - log2(p_scale) above it in base-2 units; otherwise it takes the new one and
+    rescales. Probabilities enter the sum unrounded, and the product with V as E4M3(p * p_scale).
+
+    Args:
+        counts: [>= B] int32 splits per request; None is one split each.
+        p_scale: power of two in 1..256.
+
+    Returns:
+        As `attention`.
+
+    Raises:
+        ValueError: as `attention`, and for `p_scale` or too few `counts`.
+    """
+    softmax_scale, output_scale = scales
+    batch, q, heads, _ = query.shape
+    if p_scale not in [2.0**i for i in range(9)]:
+        raise ValueError(f"p_scale: expected a power of two in 1..256, got {p_scale}")
+    if counts is not None and counts.shape[0] < batch:
+        raise ValueError(f"counts: expected at least {batch} requests, got {counts.shape[0]}")
+    allowance = 8.0 - math.log2(p_scale)
+    out = torch.empty(batch, q, heads, HEAD_DIM_V, dtype=torch.float64, device=query.device)
+    lse = torch.empty(batch, q, heads, dtype=torch.float64, device=query.device)
+    requests = _requests(query, cache, block_table, lengths, totals, cp, causal)
+    for b, (length, visible) in enumerate(requests):
+        queries = query[b].reshape(q * heads, -1).double() * (softmax_scale * LOG2E)
+        outs, lses = [], []
+        count = 1 if counts is None else int(counts[b])
+        for first, last in _split_ranges(-(-length // TILE_TOKENS), count):
+            m = torch.full((q * heads, 1), -math.inf, dtype=torch.float64, device=query.device)
+            total = torch.zeros_like(m)
+            o = m.new_zeros(q * heads, HEAD_DIM_V)
+            for tile in range(first, last):
+                begin = tile * TILE_TOKENS
+                end = min(begin + TILE_TOKENS, length)
+                rows = _rows(cache, block_table[b], begin, end)
+                hidden = torch.arange(begin, end, device=query.device) >= visible[:, None]
+                s = (queries @ rows.T).masked_fill(hidden, -math.inf)
+                top = torch.maximum(m, s.amax(dim=1, keepdim=True))
+                # The comparison holds for a first visible key too: it is inf above m = -inf.
+                m_new = torch.where(top - m > allowance, top, m)
+                shift = torch.where(m.isneginf(), 0.0, torch.exp2(m - m_new))
+                total, o, m = total * shift, o * shift, m_new
+                p = torch.exp2(s - m.masked_fill(m.isneginf(), 0.0))
+                total = total + p.sum(dim=1, keepdim=True)
+                o = o + _e4m3(p * p_scale) @ rows[:, :HEAD_DIM_V] / p_scale
+            empty = m.isneginf()
+            outs.append(o / total.masked_fill(empty, 1.0))
+            lses.append((m + torch.log2(total.masked_fill(empty, 1.0))).squeeze(1))
+        merged, merged_lse = merge(outs, lses)
+        out[b] = merged.view(q, heads, HEAD_DIM_V) * output_scale
+        lse[b] = merged_lse.view(q, heads)
+    return out, lse

@@ -1,0 +1,161 @@
+"""Comparisons that say where and by how much, and the tolerances with their reasons."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+from kbmla import reference
+
+if TYPE_CHECKING:
+    from cases import Batch
+
+# Norm of the error over norm of the reference on Gaussian data. P is rounded to E4M3, a relative
+# error spread over +-2^-4: about 0.02 per key, and 0.013-0.015 measured once weights differ.
+NORM_BOUND = 0.02
+# The same for one row. A row that two keys share shows the full 2^-4 of a single rounding; rows of
+# V are nearly orthogonal in 512 dimensions, so the row's error stays below it. 2^-8 is for BF16.
+ROW_BOUND = 2**-4 + 2**-8
+# log2. The sum uses unrounded P, so only FP32 rounding of the score (576 products, |score| up to
+# some hundreds) and of exp2 remain.
+LSE_BOUND = 2e-3
+# P all powers of two: exact in E4M3 and in FP32. What is left is the rounding to BF16 (2^-9 of the
+# value) and a few FP32 roundings, together below 2^-8; log2 of an exact sum is good to 1e-4.
+PROBE_REL = 2**-8
+PROBE_LSE = 1e-4
+
+
+def first_bad(bad: torch.Tensor) -> tuple[int, ...]:
+    """Coordinate of the first true element."""
+    return tuple(int(i) for i in bad.nonzero()[0])
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor's bytes as integers, on the CPU, so that NaN equals itself and 0 is not -0."""
+    flat = tensor.detach().cpu().contiguous()
+    kind = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()]
+    return flat.view(kind)
+
+
+def assert_bitwise(got: torch.Tensor, want: torch.Tensor, what: str = "tensors") -> None:
+    assert got.shape == want.shape, f"{what}: shape {got.shape} against {want.shape}"
+    differ = bits(got) != bits(want)
+    if differ.any():
+        at = first_bad(differ)
+        raise AssertionError(
+            f"{what}: {int(differ.sum())} of {differ.numel()} elements differ, first at {at}: "
+            f"{got[at].item()!r} against {want[at].item()!r}"
+        )
+
+
+def assert_same(got: tuple[torch.Tensor, torch.Tensor], want: tuple, what: str = "") -> None:
+    """Bitwise equality of two (out, lse) pairs."""
+    assert_bitwise(got[0], want[0], f"out {what}")
+    assert_bitwise(got[1], want[1], f"lse {what}")
+
+
+def norm_error(got: torch.Tensor, want: torch.Tensor) -> float:
+    got, want = got.detach().cpu().double(), want.detach().cpu().double()
+    size = want.norm().item()
+    return (got - want).norm().item() / size if size > 0 else (got - want).norm().item()
+
+
+def assert_empty_rows(out: torch.Tensor, lse: torch.Tensor, empty: torch.Tensor) -> None:
+    """Rows that see no key are out = 0 and lse = -inf; no other row is, and nothing is NaN."""
+    out, lse, empty = out.detach().cpu(), lse.detach().cpu(), empty.detach().cpu()
+    assert not out.isnan().any(), f"out is NaN at {first_bad(out.isnan())}"
+    assert not lse.isnan().any(), f"lse is NaN at {first_bad(lse.isnan())}"
+    wrong = lse.isneginf() != empty
+    assert not wrong.any(), (
+        f"lse at {first_bad(wrong)} is {lse[first_bad(wrong)].item()}, "
+        f"empty there: {bool(empty[first_bad(wrong)])}"
+    )
+    # Bits: a row of -0 would be a product of a masked weight, not a written zero.
+    assert (bits(out[empty]) == 0).all(), "a row without keys is not exactly +0"
+
+
+def assert_result(
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    ref_out: torch.Tensor,
+    ref_lse: torch.Tensor,
+    *,
+    norm: float = NORM_BOUND,
+    row: float = ROW_BOUND,
+    lse_bound: float = LSE_BOUND,
+) -> None:
+    """Compares a result with a float64 one: empty rows, whole error norm, worst row, worst lse."""
+    out, lse = out.detach().cpu().double(), lse.detach().cpu().double()
+    ref_out, ref_lse = ref_out.detach().cpu().double(), ref_lse.detach().cpu().double()
+    assert out.shape == ref_out.shape and lse.shape == ref_lse.shape
+    empty = ref_lse.isneginf()
+    assert_empty_rows(out.bfloat16(), lse, empty)
+    if empty.all():
+        return
+    error = norm_error(out, ref_out)
+    assert error <= norm, f"error norm {error:.5f} > {norm}"
+    per_row = (out - ref_out).norm(dim=-1) / ref_out.norm(dim=-1).clamp_min(1e-30)
+    per_row[empty] = 0.0
+    bad = per_row > row
+    assert not bad.any(), f"row {first_bad(bad)}: error {per_row[first_bad(bad)].item():.5f} > {row}"
+    off = (lse - ref_lse).abs()
+    off[empty] = 0.0
+    bad = off > lse_bound
+    assert not bad.any(), (
+        f"lse at {first_bad(bad)}: {lse[first_bad(bad)].item()} against "
+        f"{ref_lse[first_bad(bad)].item()}"
+    )
+
+
+def assert_probe(
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    ref_out: torch.Tensor,
+    ref_lse: torch.Tensor,
+    *,
+    rel: float = PROBE_REL,
+    lse_bound: float = PROBE_LSE,
+) -> None:
+    """Elementwise comparison, for inputs whose P are powers of two."""
+    out, lse = out.detach().cpu().double(), lse.detach().cpu().double()
+    ref_out, ref_lse = ref_out.detach().cpu().double(), ref_lse.detach().cpu().double()
+    empty = ref_lse.isneginf()
+    assert_empty_rows(out.bfloat16(), lse, empty)
+    bad = (out - ref_out).abs() > ref_out.abs() * rel + 1e-30
+    assert not bad.any(), (
+        f"out at {first_bad(bad)}: {out[first_bad(bad)].item()} against "
+        f"{ref_out[first_bad(bad)].item()}"
+    )
+    off = (lse - ref_lse).abs()
+    off[empty] = 0.0
+    bad = off > lse_bound
+    assert not bad.any(), (
+        f"lse at {first_bad(bad)}: {lse[first_bad(bad)].item()} against "
+        f"{ref_lse[first_bad(bad)].item()}"
+    )
+
+
+def truth(batch: Batch, causal: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
+    """Float64 attention of a batch, on the CPU."""
+    return reference.attention(
+        batch.query.cpu(),
+        batch.cache.cpu(),
+        batch.block_table.cpu(),
+        batch.lengths.cpu(),
+        batch.scales,
+        totals=None if batch.totals is None else batch.totals.cpu(),
+        cp=batch.cp,
+        causal=causal,
+    )
+
+
+def merge(parts: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Merges (out, log2 lse) of disjoint key sets in float64, as a caller of DCP does."""
+    outs = torch.stack([out.cpu().double() for out, _ in parts])
+    lses = torch.stack([lse.cpu().double() for _, lse in parts])
+    top = lses.amax(0)
+    weights = torch.exp2(lses - top.nan_to_num(neginf=0.0))
+    total = weights.sum(0)
+    out = (weights.unsqueeze(-1) * outs).sum(0) / total.clamp_min(1e-300).unsqueeze(-1)
+    return out, torch.where(total > 0, top + total.clamp_min(1e-300).log2(), -math.inf)
