@@ -17,10 +17,23 @@ ifeq ($(DEBUG),1)
 CFLAGS   := -O1 -UNDEBUG
 endif
 
+# CUDA: "auto" builds the kernels wherever nvcc is, whether or not a GPU is; 0 never, 1 insists.
+# TORCH_CUDA_ARCH_LIST chooses the cards of the portable kernels (tools/nvcc.py has the default).
+KBMLA_CUDA ?= 0
+NVCC     ?= $(firstword $(wildcard $(CUDA_HOME)/bin/nvcc) $(shell command -v nvcc))
+ifeq ($(KBMLA_CUDA),1)
+HAS_CUDA = 1
+else ifeq ($(KBMLA_CUDA),auto)
+HAS_CUDA = $(if $(NVCC),1)
+endif
+NVCC_FLAGS = -std=c++17 -O3 -lineinfo -Xcompiler -fPIC,-Wall -Icsrc
+
 CORE_C   = $(wildcard csrc/*.c) $(wildcard csrc/cpu/*.c)
 HEADERS  = $(wildcard csrc/*.h) $(wildcard csrc/cpu/*.h)
+CUDA_SRC = $(if $(HAS_CUDA),$(wildcard csrc/cuda/*.cu))
+CUDA_HEADERS = $(wildcard csrc/cuda/*.h csrc/cuda/*.cuh)
 LIB      = $(BUILD)/libkbmla.a
-OBJECTS  = $(CORE_C:csrc/%.c=$(BUILD)/obj/%.o)
+OBJECTS  = $(CORE_C:csrc/%.c=$(BUILD)/obj/%.o) $(CUDA_SRC:csrc/%.cu=$(BUILD)/obj/%.o)
 ASAN_OBJECTS = $(CORE_C:csrc/%.c=$(BUILD)/asan/%.o)
 
 # Per-file instruction sets; the choice among them is made at run time.
@@ -63,11 +76,27 @@ $(BUILD)/obj/%.o: csrc/%.c $(HEADERS) Makefile
 	@mkdir -p $(@D)
 	$(CC) $(CFLAGS_COMMON) $(CFLAGS) $(call isa_flags,$*) -c $< -o $@
 
+# One folder, one set of images: csrc/cuda is portable. tools/nvcc.py fails on spills and warnings.
+$(BUILD)/obj/cuda/%.o: csrc/cuda/%.cu $(HEADERS) $(CUDA_HEADERS) tools/nvcc.py Makefile
+	@mkdir -p $(@D)
+	python3 tools/nvcc.py "$(NVCC)" cuda $< $@ $(NVCC_FLAGS)
+
+# Rebuilt when CUDA is switched on or off: kbmla.c names the backends.
+CUDA_STAMP = $(BUILD)/obj/cuda-$(or $(HAS_CUDA),0).stamp
+$(CUDA_STAMP):
+	@mkdir -p $(@D)
+	@rm -f $(BUILD)/obj/cuda-*.stamp
+	@touch $@
+	@$(if $(HAS_CUDA),,echo 'kbmla: no CUDA kernels in this build (nvcc not found, or KBMLA_CUDA=0)')
+
+$(BUILD)/obj/kbmla.o: $(CUDA_STAMP)
+$(BUILD)/obj/kbmla.o: CFLAGS_COMMON += $(if $(HAS_CUDA),-DKBMLA_HAS_CUDA)
+
 $(LIB): $(OBJECTS)
 	@rm -f $@
 	$(AR) rcs $@ $^
 
-lib: $(LIB) ## the C core alone, build/libkbmla.a
+lib: $(LIB) ## the core alone, build/libkbmla.a
 
 BUILD_STAMP = $(BUILD)/package-$(subst /,_,$(PYTHON)).stamp
 

@@ -37,6 +37,9 @@ if platform.system() == "Linux":
     link_args = [
         # The C functions are the package's too (ctypes), not only those the binding calls.
         f"-Wl,--whole-archive,{ROOT / 'build' / 'libkbmla.a'},--no-whole-archive",
+        # libtorch pulls in LibTorch's CUDA part where there is one; only there is the stream shim.
+        "-Wl,--no-as-needed",
+        "-ltorch",
     ]
 
 setup(

@@ -54,23 +54,47 @@ kbmla_status kbmla_cpu_reduce(const kbmla_config *config, const kbmla_sizes *siz
                               const kbmla_decode_args *args, struct CUstream_st *stream,
                               kbmla_error *err);
 
+/* ------------------------------------------------------------------ CUDA backend, csrc/cuda/ */
+
+/* Facts of a card that launches depend on. */
+typedef struct kbmla_cuda_device {
+    int32_t num_sms;
+    int32_t smem_per_block; /* bytes, with the opt-in */
+    int32_t smem_per_sm;
+    int32_t has_pdl; /* programmatic dependent launch: SM90 and later */
+} kbmla_cuda_device;
+
+/* Facts of the current device; queried once per device, then cached. */
+kbmla_status kbmla_cuda_current_device(kbmla_cuda_device *device, kbmla_error *err);
+
+/* Width of the wave of the portable decode. */
+int32_t kbmla_cuda_decode_clusters(const kbmla_sizes *sizes, const kbmla_cuda_device *device);
+
+/* One-time attributes of the kernels that a config uses on the current device. */
+kbmla_status kbmla_cuda_decode_prepare(const kbmla_sizes *sizes, const kbmla_cuda_device *device,
+                                       kbmla_error *err);
+
+kbmla_status kbmla_cuda_plan(const kbmla_config *config, const kbmla_sizes *sizes,
+                             const kbmla_plan_args *args, struct CUstream_st *stream,
+                             kbmla_error *err);
+kbmla_status kbmla_cuda_decode(const kbmla_config *config, const kbmla_sizes *sizes,
+                               const kbmla_decode_args *args, struct CUstream_st *stream,
+                               kbmla_error *err);
+kbmla_status kbmla_cuda_reduce(const kbmla_config *config, const kbmla_sizes *sizes,
+                               const kbmla_decode_args *args, struct CUstream_st *stream,
+                               kbmla_error *err);
+
 /* ------------------------------------------------------------------ views used by backends */
 
-/* KV tokens of request `batch` that decode may read: its length, within 0 and its table row. */
 static inline int32_t kbmla_readable_length(const kbmla_decode_args *args, int32_t batch) {
-    int64_t most = args->max_pages * args->page_size;
-    int32_t length = kbmla_max(args->lengths[batch], 0);
-    return length < most ? length : (int32_t)most;
+    return kbmla_clamp_length(args->lengths[batch], args->max_pages * args->page_size);
 }
 
-/* First partial slot of request `batch`, from the tail of the work list; -1 if a foreign plan put
- * a slot there that the workspace does not have. */
 static inline int32_t kbmla_partial_base(const kbmla_config *config, const kbmla_sizes *sizes,
                                          const int32_t *work, int32_t batch,
                                          int32_t planned_count) {
-    int32_t base = ~work[sizes->list_len - config->max_requests + batch];
-    int64_t end = (int64_t)base + (int64_t)planned_count * sizes->num_q_tiles;
-    return base >= 0 && end <= sizes->max_partials ? base : -1;
+    return kbmla_checked_base(work[sizes->list_len - config->max_requests + batch], planned_count,
+                              sizes->num_q_tiles, sizes->max_partials);
 }
 
 #ifdef __cplusplus

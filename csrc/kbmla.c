@@ -35,7 +35,13 @@ const char *kbmla_status_name(kbmla_status status) {
 #define COMPILER "unknown"
 #endif
 
-const char *kbmla_built_with(void) { return "compiler=" COMPILER "; cuda=none"; }
+#if defined(KBMLA_HAS_CUDA)
+#define CUDA_KERNELS "yes"
+#else
+#define CUDA_KERNELS "none"
+#endif
+
+const char *kbmla_built_with(void) { return "compiler=" COMPILER "; cuda kernels=" CUDA_KERNELS; }
 
 kbmla_status kbmla_fail(kbmla_error *err, kbmla_status status, const char *format, ...) {
     if (err != NULL) {
@@ -52,8 +58,22 @@ kbmla_status kbmla_fail(kbmla_error *err, kbmla_status status, const char *forma
 static const struct kbmla_backend_table cpu_backend = {kbmla_cpu_plan, kbmla_cpu_decode,
                                                        kbmla_cpu_reduce};
 
+#if defined(KBMLA_HAS_CUDA)
+static const struct kbmla_backend_table cuda_backend = {kbmla_cuda_plan, kbmla_cuda_decode,
+                                                        kbmla_cuda_reduce};
+#endif
+
 static const struct kbmla_backend_table *backend_of(const kbmla_config *config) {
-    return config->backend == KBMLA_BACKEND_CPU ? &cpu_backend : NULL;
+    switch (config->backend) {
+    case KBMLA_BACKEND_CPU:
+        return &cpu_backend;
+#if defined(KBMLA_HAS_CUDA)
+    case KBMLA_BACKEND_CUDA:
+        return &cuda_backend;
+#endif
+    default:
+        return NULL;
+    }
 }
 
 /* ------------------------------------------------------------------ checks shared by the verbs */
@@ -175,6 +195,25 @@ static kbmla_status check_context_parallel(kbmla_error *err, const kbmla_decode_
 }
 
 /* ------------------------------------------------------------------ the verbs */
+
+kbmla_status kbmla_prepare(const kbmla_config *config, int32_t *num_clusters, kbmla_error *err) {
+    kbmla_sizes sizes;
+    FORWARD_IF_ERROR(kbmla_config_sizes(config, &sizes, err));
+    RETURN_IF(backend_of(config) == NULL, err, KBMLA_UNSUPPORTED, "backend %d is not in this build",
+              config->backend);
+    int32_t width = 1;
+#if defined(KBMLA_HAS_CUDA)
+    if (config->backend == KBMLA_BACKEND_CUDA) {
+        kbmla_cuda_device device;
+        FORWARD_IF_ERROR(kbmla_cuda_current_device(&device, err));
+        FORWARD_IF_ERROR(kbmla_cuda_decode_prepare(&sizes, &device, err));
+        width = kbmla_cuda_decode_clusters(&sizes, &device);
+    }
+#endif
+    if (num_clusters != NULL)
+        *num_clusters = width;
+    return KBMLA_OK;
+}
 
 kbmla_status kbmla_plan(const kbmla_config *config, const kbmla_plan_args *args,
                         struct CUstream_st *stream, kbmla_error *err) {

@@ -104,6 +104,14 @@ kbmla_status kbmla_config_check(const kbmla_config *config, kbmla_error *err);
 /* Checks a config and derives its sizes. Pure. */
 kbmla_status kbmla_config_sizes(const kbmla_config *config, kbmla_sizes *sizes, kbmla_error *err);
 
+/*
+ * Readies the current CUDA device for a config: sets one-time attributes of its kernels and gives
+ * the width of the wave that fills the device, for num_clusters. Call it once, before a graph's
+ * capture. The config's own num_clusters is not read but must be valid. On the CPU there is nothing
+ * to ready and the width is the caller's choice: *num_clusters becomes 1. NULL is allowed for it.
+ */
+kbmla_status kbmla_prepare(const kbmla_config *config, int32_t *num_clusters, kbmla_error *err);
+
 /* ------------------------------------------------------------------ parallelism on the CPU */
 
 /*
@@ -188,7 +196,7 @@ kbmla_status kbmla_reduce(const kbmla_config *config, const kbmla_decode_args *a
 /* Name of the instruction set the CPU backend runs on here: "avx512", "avx2" or "generic". */
 const char *kbmla_cpu_isa(void);
 
-/* How this library was built: "compiler=...; cuda=...", cuda=none for a CPU-only build. */
+/* How this library was built: "compiler=...; cuda kernels=...", none for a CPU-only build. */
 const char *kbmla_built_with(void);
 
 #ifdef __cplusplus

@@ -100,6 +100,21 @@ KBMLA_HOST_DEVICE int32_t kbmla_partial_slot(int32_t base, int32_t q_tile, int32
     return base + q_tile * planned_count + split;
 }
 
+/* First slot of a split request from its element of the list's tail; -1 if a foreign plan put a
+ * slot there that the workspace does not have. */
+KBMLA_HOST_DEVICE int32_t kbmla_checked_base(int32_t tail_element, int32_t planned_count,
+                                             int32_t num_q_tiles, int32_t max_partials) {
+    int32_t base = ~tail_element;
+    int64_t end = (int64_t)base + (int64_t)planned_count * num_q_tiles;
+    return base >= 0 && planned_count > 0 && end <= max_partials ? base : -1;
+}
+
+/* ------------------------------------------------------------------ lengths
+ * KV tokens that decode may read: within 0 and what the request's row of the block table holds. */
+KBMLA_HOST_DEVICE int32_t kbmla_clamp_length(int32_t length, int64_t max_tokens) {
+    return length <= 0 ? 0 : length < max_tokens ? length : (int32_t)max_tokens;
+}
+
 /* ------------------------------------------------------------------ causal bound */
 
 typedef struct kbmla_context_parallel {

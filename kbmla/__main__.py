@@ -41,7 +41,7 @@ def _parser() -> argparse.ArgumentParser:
     names = ", ".join(workloads.trace_names())
     p.add_argument("--trace", default="mooncake-conversation", help=f"one of {names}")
     p.add_argument("--requests", type=int, default=8, help="default %(default)s")
-    p.add_argument("--seed", type=int, default=1, help="default %(default)s")
+    p.add_argument("--seed", type=int, default=11, help="default %(default)s")
     p.add_argument("--longest", type=int, default=32768, help="cut requests to so many tokens")
     p.add_argument("--device", default="auto", help="auto, cpu or cuda[:N]")
 

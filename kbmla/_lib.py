@@ -73,6 +73,12 @@ lib.kbmla_config_sizes.argtypes = [
     ctypes.POINTER(_Error),
 ]
 lib.kbmla_config_sizes.restype = ctypes.c_int
+lib.kbmla_prepare.argtypes = [
+    ctypes.POINTER(_Config),
+    ctypes.POINTER(ctypes.c_int32),
+    ctypes.POINTER(_Error),
+]
+lib.kbmla_prepare.restype = ctypes.c_int
 lib.kbmla_status_name.argtypes = [ctypes.c_int]
 lib.kbmla_cpu_isa.argtypes = []
 for _name in ("kbmla_status_name", "kbmla_cpu_isa", "kbmla_built_torch", "kbmla_built_with"):
@@ -129,7 +135,23 @@ def config_sizes(config: Config) -> Sizes:
     )
     if status != 0:
         raise exception(lib.kbmla_status_name(status).decode(), error.text.decode())
-    return Sizes(*(int(getattr(sizes, name)) for name, _ in _Sizes._fields_))
+    return Sizes(*(int(getattr(sizes, field[0])) for field in _Sizes._fields_))
+
+
+def prepare(config: Config) -> int:
+    """Readies the current CUDA device for a config; the number of clusters that fill the device."""
+    width, error = ctypes.c_int32(), _Error()
+    status = lib.kbmla_prepare(
+        _Config(ctypes.sizeof(_Config), *config), ctypes.byref(width), ctypes.byref(error)
+    )
+    if status != 0:
+        raise exception(lib.kbmla_status_name(status).decode(), error.text.decode())
+    return width.value
+
+
+def has_cuda_kernels() -> bool:
+    """Whether this build holds CUDA kernels."""
+    return b"cuda kernels=yes" in lib.kbmla_built_with()
 
 
 def build_info() -> dict[str, str]:

@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .core import CAPACITY, MIN_SPLIT_TOKENS, TOKENSPEED_P_SCALE, KvBalancedMla, supports
-from .core import wave_clusters as _wave_clusters
+from .core import CAPACITY, MIN_SPLIT_TOKENS, P_SCALE, KvBalancedMla, supports
 
 
 def reducer_d_tiles(rows: int, device: torch.device | str) -> int:
@@ -22,7 +21,7 @@ def reducer_d_tiles(rows: int, device: torch.device | str) -> int:
     if device.type == "cuda":
         wave = torch.cuda.get_device_properties(device).multi_processor_count
     else:
-        wave = _wave_clusters(device)
+        wave = torch.get_num_threads()
     return 2 if -(-rows * 2 // wave) < 2 * -(-rows // wave) else 1
 
 
@@ -39,7 +38,7 @@ class BalancedMla:
     """The balanced decode of `heads` heads (under DCP: those of every rank) on `device`.
 
     One per model. `dcp`: whether lengths are a shard's; it picks the table of size classes.
-    policy, clusters, p_scale and partial_fp16 are those of `KvBalancedMla`.
+    policy, clusters, p_scale and partial_fp16 are those of `KvBalancedMla`; p_scale=1.0 is stock.
 
     Attributes: `cores` and `plans` (counts, work) by `key`, `workspace` (int8), shared by all cores
     and used in stream order: decodes of one BalancedMla must be on one stream at a time.
@@ -53,7 +52,7 @@ class BalancedMla:
         *,
         policy: str = "balanced",
         clusters: int | None = None,
-        p_scale: float = TOKENSPEED_P_SCALE,
+        p_scale: float = P_SCALE,
         partial_fp16: bool = False,
     ) -> None:
         self.heads, self.device, self.dcp = heads, torch.device(device), bool(dcp)

@@ -187,11 +187,9 @@ def draw(plan: Plan, *, width: int = WIDTH, rows: int = ROWS, span: int | None =
 
 def legend(plan: Plan, rows: int = ROWS) -> str:
     """One line that says how to read `draw`."""
-    shown = f"{min(rows, len(plan.clusters))} of " if len(plan.clusters) > rows else ""
-    return (
-        f"{shown}{len(plan.clusters)} clusters down, time across; a = longest request, capital = "
-        "start of a piece; right: tiles"
-    )
+    many = len(plan.clusters)
+    shown = f"{rows} of {many} clusters, heaviest first" if many > rows else f"{many} clusters"
+    return f"{shown}; time across; a = longest request; capital = new piece"
 
 
 def beside(left: Plan, right: Plan, *, width: int = WIDTH, rows: int = ROWS) -> str:

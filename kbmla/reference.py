@@ -67,6 +67,11 @@ def _rows(cache: Tensor, table: Tensor, begin: int, end: int) -> Tensor:
     return rows.view(torch.float8_e4m3fn).double()
 
 
+def _chunks(begin: int, end: int) -> list[tuple[int, int]]:
+    """begin..end in pieces that bound the memory of float64 rows."""
+    return [(i, min(i + _CHUNK_TOKENS, end)) for i in range(begin, end, _CHUNK_TOKENS)]
+
+
 def _requests(
     query: Tensor,
     cache: Tensor,
@@ -98,6 +103,15 @@ def _requests(
     return found
 
 
+def _scores(queries: Tensor, cache: Tensor, table: Tensor, visible: Tensor, length: int) -> Tensor:
+    """Products [rows, length] of scaled float64 queries and a request's keys; -inf if hidden."""
+    scores = queries.new_empty(queries.shape[0], length)
+    for begin, end in _chunks(0, length):
+        scores[:, begin:end] = queries @ _rows(cache, table, begin, end).T
+    hidden = torch.arange(length, device=queries.device) >= visible[:, None]
+    return scores.masked_fill_(hidden, -math.inf)
+
+
 def attention(
     query: Tensor,
     cache: Tensor,
@@ -124,21 +138,13 @@ def attention(
     lse = torch.full((batch, q, heads), -math.inf, dtype=torch.float64, device=query.device)
     requests = _requests(query, cache, block_table, lengths, totals, cp, causal)
     for b, (length, visible) in enumerate(requests):
-        if length == 0:
-            continue
-        chunks = [(i, min(i + _CHUNK_TOKENS, length)) for i in range(0, length, _CHUNK_TOKENS)]
-        queries = query[b].reshape(q * heads, -1).double()
-        scores = torch.cat(
-            [queries @ _rows(cache, block_table[b], *chunk).T for chunk in chunks], dim=1
-        )
-        scores *= softmax_scale * LOG2E
-        hidden = torch.arange(length, device=query.device) >= visible[:, None]
-        scores.masked_fill_(hidden, -math.inf)
+        queries = query[b].reshape(q * heads, -1).double() * (softmax_scale * LOG2E)
+        scores = _scores(queries, cache, block_table[b], visible, length)
         # logsumexp is the natural one: ln 2 and back.
         row_lse = torch.logsumexp(scores * math.log(2), dim=1) * LOG2E
         weights = torch.exp2(scores - row_lse.nan_to_num(neginf=0.0)[:, None])
         values = torch.zeros(q * heads, HEAD_DIM_V, dtype=torch.float64, device=query.device)
-        for begin, end in chunks:
+        for begin, end in _chunks(0, length):
             rows = _rows(cache, block_table[b], begin, end)
             values += weights[:, begin:end] @ rows[:, :HEAD_DIM_V]
         out[b] = values.view(q, heads, HEAD_DIM_V) * output_scale
@@ -192,6 +198,25 @@ def _split_ranges(tiles: int, count: int) -> list[tuple[int, int]]:
     return [(begin, min(begin + per, tiles)) for begin in range(0, tiles, per)]
 
 
+def _held_maxima(scores: Tensor, allowance: float) -> Tensor:
+    """The maximum [rows, tiles] that each tile of 128 scores uses, tile after tile.
+
+    No tiles give one column of -inf.
+    """
+    tiles = max(1, -(-scores.shape[1] // TILE_TOKENS))
+    padding = tiles * TILE_TOKENS - scores.shape[1]
+    padded = torch.nn.functional.pad(scores, (0, padding), value=-math.inf)
+    tops = padded.view(-1, tiles, TILE_TOKENS).amax(dim=2)
+    held = torch.empty_like(tops)
+    m = torch.full_like(tops[:, 0], -math.inf)
+    for tile in range(tiles):
+        top = torch.maximum(m, tops[:, tile])
+        # Holds for the first visible key too, which is inf above; -inf above -inf is NaN, not more.
+        m = torch.where(top - m > allowance, top, m)
+        held[:, tile] = m
+    return held
+
+
 def e4m3_model(
     query: Tensor,
     cache: Tensor,
@@ -233,28 +258,26 @@ def e4m3_model(
     requests = _requests(query, cache, block_table, lengths, totals, cp, causal)
     for b, (length, visible) in enumerate(requests):
         queries = query[b].reshape(q * heads, -1).double() * (softmax_scale * LOG2E)
+        scores = _scores(queries, cache, block_table[b], visible, length)
         outs, lses = [], []
         count = 1 if counts is None else int(counts[b])
         for first, last in _split_ranges(-(-length // TILE_TOKENS), count):
-            m = torch.full((q * heads, 1), -math.inf, dtype=torch.float64, device=query.device)
+            split_end = min(last * TILE_TOKENS, length)
+            held = _held_maxima(scores[:, first * TILE_TOKENS : split_end], allowance)
+            m = held[:, -1:]
             total = torch.zeros_like(m)
-            o = m.new_zeros(q * heads, HEAD_DIM_V)
-            for tile in range(first, last):
-                begin = tile * TILE_TOKENS
-                end = min(begin + TILE_TOKENS, length)
-                rows = _rows(cache, block_table[b], begin, end)
-                hidden = torch.arange(begin, end, device=query.device) >= visible[:, None]
-                s = (queries @ rows.T).masked_fill(hidden, -math.inf)
-                top = torch.maximum(m, s.amax(dim=1, keepdim=True))
-                # The comparison holds for a first visible key too: it is inf above m = -inf.
-                m_new = torch.where(top - m > allowance, top, m)
-                shift = torch.where(m.isneginf(), 0.0, torch.exp2(m - m_new))
-                total, o, m = total * shift, o * shift, m_new
-                p = torch.exp2(s - m.masked_fill(m.isneginf(), 0.0))
-                total = total + p.sum(dim=1, keepdim=True)
-                o = o + _e4m3(p * p_scale) @ rows[:, :HEAD_DIM_V] / p_scale
+            values = m.new_zeros(q * heads, HEAD_DIM_V)
+            for begin, end in _chunks(first * TILE_TOKENS, split_end):
+                tile = torch.arange(begin, end, device=query.device) // TILE_TOKENS - first
+                tile_m = held[:, tile]
+                p = torch.exp2(scores[:, begin:end] - tile_m.masked_fill(tile_m.isneginf(), 0.0))
+                # All later rescales of a tile's sums at once.
+                rescale = torch.exp2(tile_m - m.masked_fill(m.isneginf(), 0.0))
+                total += (p * rescale).sum(dim=1, keepdim=True)
+                rows = _rows(cache, block_table[b], begin, end)[:, :HEAD_DIM_V]
+                values += _e4m3(p * p_scale) * rescale @ rows / p_scale
             empty = m.isneginf()
-            outs.append(o / total.masked_fill(empty, 1.0))
+            outs.append(values / total.masked_fill(empty, 1.0))
             lses.append((m + torch.log2(total.masked_fill(empty, 1.0))).squeeze(1))
         merged, merged_lse = merge(outs, lses)
         out[b] = merged.view(q, heads, HEAD_DIM_V) * output_scale

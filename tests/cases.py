@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+
 from kbmla import core as kbmla_core
 from kbmla._lib import lib
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
-import kbmla
 import pytest
 import torch
 from cases import Batch, core_for, decode, make_batch, new_out, valid_entries
 from compare import assert_bitwise, assert_result, assert_same, truth
+
+import kbmla
 from kbmla import BalancedMla, core
-from kbmla.core import CAPACITY, MIN_SPLIT_TOKENS, TOKENSPEED_P_SCALE
+from kbmla.core import CAPACITY, MIN_SPLIT_TOKENS, P_SCALE, TOKENSPEED_P_SCALE
 
 
 def step(m: BalancedMla, batch: Batch, *, lse: bool = True, poison: int | None = 0x7F):
@@ -63,7 +65,7 @@ def test_equals_the_core_it_holds(device):
         key[1],
         MIN_SPLIT_TOKENS,
         partial_fp16=False,
-        p_scale=TOKENSPEED_P_SCALE,
+        p_scale=P_SCALE,
         reducer_d_tiles=kbmla.reducer_d_tiles(12 * 2 * 3, device),
     )
     assert_same(got, decode(direct, batch))
@@ -71,12 +73,15 @@ def test_equals_the_core_it_holds(device):
 
 def test_buffers(device):
     m = BalancedMla(12, device, False)
-    assert m.cores == {} and m.plans == {} and m.workspace.numel() == 0
+    assert m.cores == {}
+    assert m.plans == {}
+    assert m.workspace.numel() == 0
     m.require(1, 4)
     (key,) = m.cores
     assert key == m.key(1, 4) == (1, CAPACITY[False][0][1])
     counts, work = m.plans[key]
-    assert counts.dtype == work.dtype == torch.int32 and m.workspace.dtype == torch.int8
+    assert counts.dtype == work.dtype == torch.int32
+    assert m.workspace.dtype == torch.int8
     assert counts.device == work.device == m.workspace.device == device
     assert work.numel() == m.cores[key].list_len
     assert (work < 0).all(), "before the first plan the list is empty"
@@ -110,7 +115,7 @@ def test_growing(device):
     big = make_batch([100 * i for i in range(9)], 16, 1, device=device, seed=3)
     assert_result(*step(m, big), *truth(big))
     assert_result(*step(m, small), *truth(small))
-    assert base[0].shape == small.query.shape[:3] + (512,)
+    assert base[0].shape == (*small.query.shape[:3], 512)
 
 
 def test_every_class_of_requests(device):
@@ -122,7 +127,7 @@ def test_every_class_of_requests(device):
         for most, capacity in table:
             for requests in (most - 1, most):
                 assert m.key(1, requests)[1] == capacity
-        for (most, _), (_, following) in zip(table, table[1:], strict=False):
+        for (most, _), (_, following) in itertools.pairwise(table):
             assert m.key(1, most + 1)[1] == following
         most = table[-1][0]
         for call in (m.key, m.require):
@@ -154,9 +159,11 @@ def test_lists_hold_every_plan(device, dcp):
                     on_device = torch.tensor(lengths, dtype=torch.int32, device=device)
                     c.plan(on_device, counts, work)
                     entries = valid_entries(work)
-                    assert (big[:32] == 0x5A5A5A5A).all() and (big[-32:] == 0x5A5A5A5A).all()
+                    assert (big[:32] == 0x5A5A5A5A).all()
+                    assert (big[-32:] == 0x5A5A5A5A).all()
                     tiles = c.sizes.num_q_tiles
-                    assert counts.min() >= 1 and counts.max() <= 256
+                    assert counts.min() >= 1
+                    assert counts.max() <= 256
                     # An empty request needs no entry of a cluster; whether it has one is free.
                     total = int(counts.sum()) * tiles
                     empty = lengths.count(0) * tiles
@@ -217,26 +224,24 @@ def test_order_of_calls(device):
     m.require(1, 4)
     out, lse = new_out(batch)
     with pytest.raises(RuntimeError, match="plan"):
-        m.decode(
-            batch.query, batch.cache, batch.block_table, batch.lengths, batch.scales, out, lse
-        )
-    assert out.isnan().all() and lse.isnan().all()
+        m.decode(batch.query, batch.cache, batch.block_table, batch.lengths, batch.scales, out, lse)
+    assert out.isnan().all()
+    assert lse.isnan().all()
     m.plan(1, torch.tensor([1, 2, 3], dtype=torch.int32, device=device))
     with pytest.raises(RuntimeError, match=r"plan.*3|3.*plan"):
-        m.decode(
-            batch.query, batch.cache, batch.block_table, batch.lengths, batch.scales, out, lse
-        )
-    assert out.isnan().all() and lse.isnan().all()
+        m.decode(batch.query, batch.cache, batch.block_table, batch.lengths, batch.scales, out, lse)
+    assert out.isnan().all()
+    assert lse.isnan().all()
     assert_result(*step(m, batch), *truth(batch))
 
 
 def test_options_reach_the_cores(device):
-    m = BalancedMla(
-        12, device, True, policy="fixed", clusters=5, p_scale=16.0, partial_fp16=True
-    )
+    m = BalancedMla(12, device, True, policy="fixed", clusters=5, p_scale=16.0, partial_fp16=True)
     m.require(1, 2)
     (c,) = m.cores.values()
-    assert c.clusters == 5 and c.config.p_scale == 16 and c.config.partial_fp16 == 1
+    assert c.clusters == 5
+    assert c.config.p_scale == 16
+    assert c.config.partial_fp16 == 1
     assert c.config.policy == core.POLICIES.index("fixed")
 
 
@@ -286,13 +291,21 @@ def test_two_models(device):
     second = make_batch([50, 700], 5, 3, device=device, seed=5)
     a.require(1, 2)
     b.require(3, 2)
+    alone = step(a, first)
     a.plan(1, first.lengths)
     b.plan(3, second.lengths)
     assert_result(*layer(a, first), *truth(first))
     assert_result(*layer(b, second), *truth(second))
-    assert_same(layer(a, first), decode(core_for(first, clusters=a.cores[a.key(1, 2)].clusters,
-                                                 capacity=a.key(1, 2)[1],
-                                                 min_split_tokens=MIN_SPLIT_TOKENS), first))
+    assert_same(layer(a, first), alone)
+
+
+def test_stock_precision_on_request(device):
+    """p_scale = 1 is the stock rule bit for bit: that of a core with the seed's constant."""
+    batch = make_batch([3000, 40], 16, 1, device=device, seed=4)
+    m = BalancedMla(16, device, False, p_scale=TOKENSPEED_P_SCALE, clusters=64)
+    m.require(1, 2)
+    same = core_for(batch, capacity=m.key(1, 2)[1], min_split_tokens=MIN_SPLIT_TOKENS, p_scale=1.0)
+    assert_same(step(m, batch), decode(same, batch))
 
 
 def test_inputs_are_left_alone(device):

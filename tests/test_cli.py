@@ -47,7 +47,7 @@ def test_balanced_ends_no_later_than_equal():
         picture.make_plan(MIXED, clusters=132, policy=policy) for policy in ("balanced", "equal")
     )
     assert balanced.finish <= equal.finish
-    assert balanced.imbalance < 1.5
+    assert balanced.imbalance < 2
 
 
 @pytest.mark.parametrize("clusters", [1, 2, 17, 132])
@@ -59,6 +59,7 @@ def test_pictures_fit_the_page(clusters, lengths):
     ]
     text = picture.beside(*plans)
     assert text.isascii()
+    assert text.splitlines()[0].endswith("capital = new piece")
     assert max(map(len, text.splitlines())) <= 100
     assert len(text.splitlines()) <= picture.ROWS + 3
     assert max(map(len, picture.draw(plans[0], width=60))) <= 60
@@ -81,7 +82,7 @@ def test_sampled_rows_run_from_the_heaviest_to_the_lightest():
     pieces = [[picture.Piece(0, 0, i, i)] for i in range(40)]
     plan = picture.Plan("balanced", [780 * 128], [40], 1, pieces)
     rows = [line.split(" |")[0].strip() for line in picture.draw(plan, rows=5)[2:]]
-    assert rows == ["39", "29", "20", "10", "0"]
+    assert rows == ["39", "29", "19", "10", "0"]
 
 
 def test_plans_of_nothing_are_refused():
@@ -97,7 +98,9 @@ def test_check_tells_good_from_bad():
     ref[1] = 0
     good = demo.check(ref.clone(), lse.clone(), ref.double(), lse.double())
     assert good.within_bounds
-    assert good.out_error == good.lse_error == 0
+    assert good.out_error == good.rule_error == good.lse_error == 0
+    near = demo.check(ref * 1.021, lse, ref.double(), lse.double(), ref.double() * 1.0205)
+    assert near.within_bounds, "no worse than the rule itself"
     for out, got in [
         (ref * 1.03, lse),
         (ref, lse + torch.tensor([0.01, 0.0])),
@@ -155,7 +158,13 @@ def test_demo(capsys):
 
 
 def test_demo_fails_when_a_bound_breaks(capsys, monkeypatch):
-    monkeypatch.setattr(demo, "OUT_BOUND", 0.0)
+    attention = demo.reference.attention
+
+    def shifted(*args):
+        out, lse = attention(*args)
+        return out, lse + 0.01
+
+    monkeypatch.setattr(demo.reference, "attention", shifted)
     status, out, _ = run(capsys, "demo --requests 2 --longest 300 --device cpu")
     assert status == 1
     assert "BROKEN" in out

@@ -4,7 +4,10 @@ a result: split counts (beyond rounding), threads, repeats, neighbours, strides,
 from __future__ import annotations
 
 import math
+import mmap
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -34,6 +37,7 @@ from cases import (
     valid_entries,
 )
 from compare import (
+    NORM_BOUND,
     assert_bitwise,
     assert_probe,
     assert_result,
@@ -48,7 +52,7 @@ from hypothesis import strategies as st
 
 
 @pytest.mark.parametrize(
-    "heads, q, page, lengths",
+    ("heads", "q", "page", "lengths"),
     [
         (1, 1, 64, [129, 127]),
         (6, 8, 128, [260, 8]),
@@ -80,7 +84,7 @@ def test_long_requests(device, length):
     assert_result(*decode(core_for(batch), batch), *truth(batch))
 
 
-@settings(max_examples=60)
+@settings(max_examples=150)
 @given(
     heads=st.integers(1, 128),
     q=st.integers(1, 8),
@@ -128,7 +132,7 @@ def test_any_shape_and_plan(
     assert_result(*decode(core, batch), *truth(batch, causal))
 
 
-@settings(max_examples=40)
+@settings(max_examples=60)
 @given(
     heads=st.integers(1, 40),
     q=st.integers(1, 8),
@@ -157,7 +161,7 @@ def test_counts_agree_within_rounding(device):
     base = decode(core, batch, 1)
     for count in (2, 3, 7, 16, 40):
         got = decode(core, batch, count)
-        assert norm_error(got[0], base[0]) <= 2 * 0.02
+        assert norm_error(got[0], base[0]) <= 2 * NORM_BOUND
         assert (got[1] - base[1]).abs().max() < 1e-4
 
 
@@ -226,6 +230,17 @@ def test_threads_do_not_change_a_result(cpu, threads):
         assert_same(result, results[0][1])
 
 
+def test_several_callers(cpu):
+    """Python threads that decode at once on buffers of their own get what one alone gets."""
+    batches = [make_batch([2000 + i, 70, 300], 12, 2, device=cpu, seed=i) for i in range(4)]
+    core = core_for(batches[0])
+    base = [decode(core, batch) for batch in batches]
+    with ThreadPoolExecutor(4) as pool:
+        for _ in range(3):
+            for got, want in zip(pool.map(lambda b: decode(core, b), batches), base, strict=True):
+                assert_same(got, want)
+
+
 @pytest.mark.parametrize("isa", ["generic", "avx2", "avx512"])
 def test_every_instruction_set(cpu, isa):
     """Each instruction set the machine has stays within the bounds and repeats itself."""
@@ -274,8 +289,9 @@ def test_fixed_policy_is_batch_invariant(device):
     out, lse = decode(core_for(batch, policy="fixed", min_split_tokens=256), batch)
     for b in range(len(lengths)):
         solo = batch.solo(b)
-        got = decode(make_core(16, 2, len(lengths), device, policy="fixed", min_split_tokens=256),
-                     solo)
+        got = decode(
+            make_core(16, 2, len(lengths), device, policy="fixed", min_split_tokens=256), solo
+        )
         assert_same(got, (out[b : b + 1], lse[b : b + 1]), f"request {b}")
 
 
@@ -321,7 +337,7 @@ def test_length_beyond_the_table_counts_as_the_table(device):
 def strided_batch(batch: Batch) -> Batch:
     """The same values behind other strides: query transposed, cache rows of 640 bytes inside pages
     of a larger buffer, table cut from a wider one."""
-    b, q, heads = batch.shape
+    b, _q, _heads = batch.shape
     device = batch.query.device
     query = (
         batch.query.view(torch.uint8).permute(2, 0, 1, 3).contiguous().permute(1, 2, 0, 3).view(FP8)
@@ -333,11 +349,12 @@ def strided_batch(batch: Batch) -> Batch:
     columns = batch.block_table.shape[1]
     table = torch.full((b, columns + 5), 2**30, dtype=torch.int32, device=device)
     table[:, 2 : 2 + columns] = batch.block_table
-    assert not (query.is_contiguous() or cache.is_contiguous())
+    assert not (query.is_contiguous())
+    assert not (cache.is_contiguous())
     return replace(batch, query=query, cache=cache, block_table=table[:, 2 : 2 + columns])
 
 
-@pytest.mark.parametrize("heads, q", [(12, 2), (96, 3)])
+@pytest.mark.parametrize(("heads", "q"), [(12, 2), (96, 3)])
 @pytest.mark.parametrize("count", [1, 4])
 def test_strides_are_honoured(device, heads, q, count):
     """FlagGems#5235, aiter#3841: query, cache, table, out and lse behind other strides."""
@@ -353,31 +370,44 @@ def test_strides_are_honoured(device, heads, q, count):
     assert_same((out_view, lse_view), base)
     out_view.fill_(math.nan)
     lse_view.fill_(math.nan)
-    assert out.isnan().all() and lse.isnan().all(), "written outside the views"
+    assert out.isnan().all(), "written outside the view"
+    assert lse.isnan().all(), "written outside the view"
 
 
-def test_three_dimensional_query(device):
-    """The core takes the query as [B*q, heads, 576] too, as the seed passes it."""
+@pytest.mark.parametrize("transposed", [False, True])
+def test_three_dimensional_query(device, transposed):
+    """The core takes query, out and lse with B*q merged, as the seed passes the query; a query that
+    is a transpose of [heads, B*q, 576] is read by its strides."""
     batch = make_batch([100, 300], 12, 3, device=device, seed=18)
     core = core_for(batch)
-    flat = decode_flat(core, batch)
-    assert_same(flat, decode(core, batch))
-
-
-def decode_flat(core, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+    query = batch.query.reshape(6, 12, 576)
+    if transposed:
+        by_head = query.view(torch.uint8).transpose(0, 1).contiguous()
+        query = by_head.transpose(0, 1).view(FP8)
     out, lse = new_out(batch)
-    core.decode(
-        batch.query.reshape(-1, batch.shape[2], 576),
+    result = core.decode(
+        query,
         batch.cache,
         batch.block_table,
         batch.lengths,
         *batch.scales,
         *auto_plan(core, batch.lengths),
-        new_workspace(core, batch.query.device),
-        lse=lse,
-        out=out,
+        new_workspace(core, device),
+        lse=lse.view(6, 12),
+        out=out.view(6, 12, 512),
     )
-    return out, lse
+    assert result.data_ptr() == out.data_ptr()
+    assert result.shape == (6, 12, 512)
+    assert_same((out, lse), decode(core, batch))
+
+
+def test_core_makes_out_where_none_is_given(device):
+    batch = make_batch([100, 300], 12, 3, device=device, seed=18)
+    core = core_for(batch)
+    args = (batch.cache, batch.block_table, batch.lengths, *batch.scales)
+    plan, workspace = auto_plan(core, batch.lengths), new_workspace(core, device)
+    out = core.decode(batch.query, *args, *plan, workspace)
+    assert_bitwise(out, decode(core, batch)[0])
 
 
 def test_values_of_any_bit_pattern(device):
@@ -387,9 +417,7 @@ def test_values_of_any_bit_pattern(device):
     rows = [codes[torch.randint(0, 254, (n, 576), generator=g)].view(FP8) for n in (500, 40)]
     query = codes[torch.randint(0, 254, (2, 2, 16, 576), generator=g)].view(FP8)
     # Raw scores reach millions here; the scale brings their spread back to a few log2.
-    batch = make_batch(
-        [500, 40], rows=rows, query=query, scales=(2.0**-18, 1.0), device=device
-    )
+    batch = make_batch([500, 40], rows=rows, query=query, scales=(2.0**-18, 1.0), device=device)
     assert_result(*decode(core_for(batch), batch, 3), *truth(batch))
 
 
@@ -422,7 +450,8 @@ def test_counts_of_visible_tokens(device, q):
             for t in range(q):
                 seen = max(n - (q - 1) + t, 0)
                 if seen == 0:
-                    assert lse[b, t].isneginf().all() and (out[b, t] == 0).all()
+                    assert lse[b, t].isneginf().all()
+                    assert (out[b, t] == 0).all()
                     continue
                 assert (lse[b, t].cpu() - math.log2(seen)).abs().max() < 1e-4, (b, t)
                 assert (mark_counts(out[b, t], lse[b, t]) == expected_marks(seen)).all(), (b, t)
@@ -449,7 +478,8 @@ def test_no_table_columns(device):
     batch = make_batch([0, 0], 16, 1, device=device, columns=0)
     batch = replace(batch, cache=batch.cache[:0])
     out, lse = decode(core_for(batch), batch)
-    assert (out == 0).all() and lse.isneginf().all()
+    assert (out == 0).all()
+    assert lse.isneginf().all()
 
 
 def test_lengths_are_read_on_the_device_at_decode(device):
@@ -488,8 +518,9 @@ def fenced_child(at_end: bool, seed: int) -> None:
         base = decode(core, plain, 2)
         for plan in (None, 2):
             counts, work = (
-                auto_plan(core, batch.lengths) if plan is None else manual_plan(core,
-                                                                                plain.lengths, 2)
+                auto_plan(core, batch.lengths)
+                if plan is None
+                else manual_plan(core, plain.lengths, 2)
             )
             out, lse = (fence(x) for x in new_out(plain))
             workspace = fence(new_workspace(core, "cpu"))
@@ -508,7 +539,8 @@ def fenced_child(at_end: bool, seed: int) -> None:
 
 
 def garbage_plan(core, batch: Batch, g: torch.Generator, kind: int):
-    """Plans that no planner wrote: random words of several sizes, extremes, a foreign batch size."""
+    """Plans that no planner wrote: random words of several sizes, extremes, a written plan with
+    other counts, slots or q tiles."""
     i32 = {"dtype": torch.int32}
     n, m = core.list_len, core.max_requests
     low, high = -(2**31), 2**31 - 1
@@ -630,6 +662,15 @@ def test_steady_steps_allocate_nothing(cpu):
             step()
     taken = {e.name: e.self_cpu_memory_usage for e in profile.events() if e.self_cpu_memory_usage}
     assert not taken, taken
+
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+
+    # And none beside it: a leak of 5 KiB a step would show.
+    before = resident()
+    for _ in range(200):
+        step()
+    assert resident() - before <= 2**20
 
 
 def test_a_count_per_request_that_is_not_normal(device):

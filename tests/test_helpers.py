@@ -1,5 +1,6 @@
 """Tile layout, architecture names and the walks of both schedulers."""
 
+import ctypes
 import itertools
 
 import pytest
@@ -182,6 +183,25 @@ def test_a_list_without_an_end_ends_the_walk():
     assert len(got) == 4
     assert all(request < 3 for _, _, request, _ in got)
     assert tiles(MLAWorkListTileScheduler(params(), foreign, 2**31 - 1, 2)) == []
+
+
+@pytest.mark.parametrize("terminated", [True, False])
+def test_the_walk_through_a_pointer_is_the_same(terminated):
+    """What the kernels inline: the list is read, and its end respected, by C."""
+    last = -1 if terminated else 5
+    work = torch.tensor([3, 1 << 8 | 2, 4 << 8, 7, 1, last], dtype=torch.int32)
+    p = params(b=3, cluster=2)
+    lib = helpers.lib
+    for cta in range(4):
+        walk = helpers._WorkWalk(work.data_ptr(), len(work), 3, 2, 4, cta)
+        tile, found = helpers._Tile(), []
+        lib.kbmla_work_list_current(ctypes.byref(walk), ctypes.byref(tile))
+        while tile.is_valid:
+            found.append((tile.cta, tile.q_tile, tile.batch, tile.split))
+            lib.kbmla_work_list_advance(walk, 1)
+            lib.kbmla_work_list_current(ctypes.byref(walk), ctypes.byref(tile))
+        assert found == tiles(MLAWorkListTileScheduler(p, work, cta, 4))
+        assert len(found) == 3 - (terminated and cta // 2 == 1)
 
 
 def test_a_walk_sees_the_list_change():

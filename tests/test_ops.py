@@ -8,7 +8,8 @@ import shutil
 import pytest
 import torch
 from cases import auto_plan, core_for, make_batch, manual_plan, new_out, new_workspace
-from compare import assert_same, truth
+from compare import NORM_BOUND, assert_same, truth
+
 from kbmla import BalancedMla
 
 VERBS = ("plan", "decode", "reduce")
@@ -28,9 +29,7 @@ def test_schema(verb):
     written = {a.name for a in schema.arguments if a.alias_info and a.alias_info.is_write}
     assert written == WRITTEN[verb]
     assert len(schema.returns) == 0
-    sets = [
-        name for a in schema.arguments if a.alias_info for name in a.alias_info.before_set
-    ]
+    sets = [name for a in schema.arguments if a.alias_info for name in a.alias_info.before_set]
     assert len(sets) == len(set(sets)), "two arguments declare the same alias set"
 
 
@@ -52,7 +51,21 @@ def op_arguments(device) -> dict[str, tuple]:
     }  # fmt: skip
 
 
+@pytest.fixture
+def allclose_of_e4m3(monkeypatch):
+    """torch.allclose, with which opcheck looks for mutated inputs, does not know E4M3: bytes do."""
+    original = torch.allclose
+
+    def allclose(a, b, *args, **kwargs):
+        if a.dtype == torch.float8_e4m3fn:
+            return torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+        return original(a, b, *args, **kwargs)
+
+    monkeypatch.setattr(torch, "allclose", allclose)
+
+
 @pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.usefixtures("allclose_of_e4m3")
 def test_opcheck(device, verb):
     """SageAttention#107: schema, fake kernel and dispatch agree with what the op does."""
     op = getattr(torch.ops.kbmla, verb).default
@@ -62,6 +75,7 @@ def test_opcheck(device, verb):
     assert set(torch.library.opcheck(op, arguments, test_utils=checks).values()) == {"SUCCESS"}
 
 
+@pytest.mark.usefixtures("allclose_of_e4m3")
 def test_opcheck_without_lse(device):
     arguments = list(op_arguments(device)["decode"])
     arguments[9] = None
@@ -102,7 +116,7 @@ def compiled_step(backend: str, device):
         batch.lengths = on_device
         ref_out, _ = truth(batch)
         error = (results[1][0].cpu().double() - ref_out).norm() / ref_out.norm()
-        assert error <= 0.02
+        assert error <= NORM_BOUND
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
@@ -152,7 +166,6 @@ def test_ops_are_on_every_device_of_this_build(device):
     for verb in VERBS:
         key = "CUDA" if device.type == "cuda" else "CPU"
         assert torch._C._dispatch_has_kernel_for_dispatch_key(f"kbmla::{verb}", key)
-        assert torch._C._dispatch_has_kernel_for_dispatch_key(f"kbmla::{verb}", "Meta") or True
 
 
 # ---------------------------------------------------------------------------- CUDA
@@ -178,7 +191,8 @@ def test_current_stream(cuda):
             args = (batch.query, batch.cache, batch.block_table, batch.lengths, batch.scales)
             m.decode(*args, out, lse)
             side.synchronize()
-            assert not out.isnan().any() and not lse.isnan().any()
+            assert not out.isnan().any()
+            assert not lse.isnan().any()
 
 
 @pytest.mark.gpu

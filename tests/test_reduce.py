@@ -22,6 +22,7 @@ from cases import (
 from compare import assert_same, merge
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from kbmla import ops, reference
 
 
@@ -77,7 +78,8 @@ def test_repeats_the_merge_of_decode(device, partial_fp16, d_tiles):
     out, lse = reduce(core, batch.lengths, plan, workspace, 1.5)
     for b in (0, 2):
         assert_same((out[b], lse[b]), (base[0][b], base[1][b]))
-    assert (out[1] == 7).all() and (lse[1] == 7).all()
+    assert (out[1] == 7).all()
+    assert (lse[1] == 7).all()
     assert torch.equal(workspace, before), "reduce writes no workspace"
 
 
@@ -128,7 +130,8 @@ def test_all_splits_empty(device):
     memory = partials(core, device)
     memory.lse.fill_(-math.inf)
     out, lse = reduce(core, lengths, plan, memory.workspace)
-    assert (out == 0).all() and lse.isneginf().all()
+    assert (out == 0).all()
+    assert lse.isneginf().all()
 
 
 @pytest.mark.parametrize("shift", [-3e4, -200.0, 0.0, 200.0, 3e4])
@@ -152,13 +155,13 @@ def test_large_log_sums(device, shift):
 @given(
     heads=st.integers(1, 128),
     q=st.integers(1, 8),
-    counts=st.lists(st.integers(1, 12), min_size=1, max_size=4),
+    counts=st.lists(st.integers(1, 6), min_size=1, max_size=3),
     output_scale=st.sampled_from([0.25, 1.0, 3.0]),
     seed=st.integers(0, 2**16),
 )
 def test_any_partials(device, heads, q, counts, output_scale, seed):
     """Random partials of every q tile against the float64 merge of kbmla.reference."""
-    core = make_core(heads, q, len(counts), device)
+    core = make_core(heads, q, len(counts), device, clusters=128)
     lengths = ints([c * 128 for c in counts], device)
     plan = manual_plan(core, lengths, counts)
     memory = partials(core, device)
@@ -199,7 +202,8 @@ def test_merge_helper_states_its_base():
     assert "base-2" in (reference.merge.__doc__ or "")
     ones = torch.ones(1, 512)
     out, lse = reference.merge([ones, ones * 0], [torch.tensor([1.0]), torch.tensor([3.0])])
-    assert torch.allclose(out, ones.double() * 0.2) and abs(lse.item() - math.log2(10)) < 1e-12
+    assert torch.allclose(out, ones.double() * 0.2)
+    assert abs(lse.item() - math.log2(10)) < 1e-12
 
 
 def test_reads_and_writes_only_its_own(device):
@@ -210,13 +214,15 @@ def test_reads_and_writes_only_its_own(device):
     workspace = torch.full_like(new_workspace(core, device), 0)
     out = torch.zeros(2, 3, 20, 512, dtype=torch.bfloat16, device=device)
     lse = torch.zeros(2, 3, 20, device=device)
-    with guarded(workspace) as w, guarded(out, fill=NAN_BYTE) as o, guarded(lse) as l:
-        ops.reduce(lengths, *plan, w, o, l, 1.0, 1000, core.config)
-        assert (o[1] == 0).all() and not o.isnan().any()
+    with guarded(workspace) as w, guarded(out, fill=NAN_BYTE) as o, guarded(lse) as s:
+        ops.reduce(lengths, *plan, w, o, s, 1.0, 1000, core.config)
+        assert (o[1] == 0).all()
+        assert not o.isnan().any()
 
 
 def test_reduce_of_an_empty_batch(device):
     core = make_core(4, 1, 2, device)
     plan = manual_plan(core, ints([], device), [])
     out, lse = reduce(core, ints([], device), plan, new_workspace(core, device))
-    assert out.shape == (0, 1, 4, 512) and lse.shape == (0, 1, 4)
+    assert out.shape == (0, 1, 4, 512)
+    assert lse.shape == (0, 1, 4)

@@ -3,9 +3,9 @@
  * item. The arithmetic of a tile is in cpu_tile_impl.h.
  *
  * One cluster of the plan is one unit of parallel work. An item reads its 128-key tiles through the
- * block table into a contiguous copy, zero past the last key that any of its rows sees, so that
- * nothing beyond a request's bound enters a product. An unsplit request is finished here; a split
- * one leaves FP32 or FP16 partials in the workspace for cpu_reduce.c.
+ * block table into a contiguous copy that ends with the last key that any of its rows sees, so
+ * nothing beyond a request's bound is ever read. An unsplit request is finished here; a split one
+ * leaves FP32 or FP16 partials in the workspace for cpu_reduce.c.
  *
  * Relies on arguments that kbmla.c has validated, but not on the plan: an entry that does not fit
  * the arguments is skipped. Items write disjoint memory and an item's result does not depend on
@@ -18,6 +18,7 @@
 #include "../internal.h"
 #include "../scheduler.h"
 #include "cpu_isa.h"
+#include "cpu_tile.h"
 
 typedef struct decode_job {
     const kbmla_config *config;
@@ -62,8 +63,6 @@ static int make_item(const decode_job *job, kbmla_tile work, decode_item *item) 
         range.end_tile < kbmla_num_tiles(length) ? range.end_tile * KBMLA_TILE_TOKENS : length;
     item->slot = -1;
     if (range.count > 1) {
-        if (planned_count > KBMLA_MAX_SPLITS)
-            return 0;
         int32_t base =
             kbmla_partial_base(job->config, sizes, args->work, work.batch, planned_count);
         if (base < 0)
@@ -111,8 +110,8 @@ static const uint8_t *key_address(const kbmla_decode_args *args, int32_t batch, 
     return args->cache + page * args->cache_page_stride + key % page_size * args->cache_row_stride;
 }
 
-/* Copies keys first_key .. first_key + num_keys to the tile, zero after them. A page that the
- * cache does not have reads as NaN. */
+/* Copies keys first_key .. first_key + num_keys to the tile. A page that the cache does not have
+ * reads as NaN. */
 static void load_tile(const kbmla_decode_args *args, int32_t batch, int32_t first_key,
                       int32_t num_keys, kbmla_cpu_scratch *scratch) {
     const int32_t page_size = (int32_t)args->page_size;
@@ -128,9 +127,6 @@ static void load_tile(const kbmla_decode_args *args, int32_t batch, int32_t firs
                 memset(scratch->tile[key + i], 0x7F, KBMLA_HEAD_DIM_QK);
         }
     }
-    if (num_keys < KBMLA_TILE_TOKENS)
-        memset(scratch->tile[num_keys], 0,
-               (size_t)(KBMLA_TILE_TOKENS - num_keys) * KBMLA_HEAD_DIM_QK);
 }
 
 /* ------------------------------------------------------------------ outputs

@@ -4,6 +4,7 @@
  * table it fetched.
  */
 #include "cpu_isa.h"
+#include "cpu_tile.h"
 
 #include <stdatomic.h>
 #include <stddef.h>
@@ -17,7 +18,7 @@ extern const kbmla_cpu_kernels kbmla_cpu_kernels_avx512;
 extern const kbmla_cpu_kernels kbmla_cpu_kernels_avx2;
 extern const kbmla_cpu_kernels kbmla_cpu_kernels_generic;
 
-#if defined(__x86_64__) || defined(__i386__)
+#if defined(__x86_64__)
 
 static int has_avx512(void) {
     return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
@@ -39,7 +40,7 @@ static const struct {
     const kbmla_cpu_kernels *kernels;
     int (*is_supported)(void);
 } choices[] = {
-#if defined(__x86_64__) || defined(__i386__)
+#if defined(__x86_64__)
     {&kbmla_cpu_kernels_avx512, has_avx512},
     {&kbmla_cpu_kernels_avx2, has_avx2},
 #endif

@@ -1,26 +1,118 @@
-/* Placeholder until the planner lands here (overwrite this file): equal pieces, no balancing. */
+/*
+ * The planner, serially: the readable statement of the balancing rule. What each step computes is
+ * in plan_rule.h, shared with the device; this file is the order of the steps. Everything is
+ * integer, so that a parallel driver of the same functions gives the same list.
+ */
 #include "../internal.h"
+#include "../plan_rule.h"
+
+/* The step's lengths in tiles and what the rule decided for each request. */
+typedef struct plan_state {
+    int32_t tiles[KBMLA_MAX_REQUESTS];
+    int32_t counts[KBMLA_MAX_REQUESTS];
+    int32_t order[KBMLA_MAX_REQUESTS]; /* requests, those with the longest entries first */
+} plan_state;
+
+static kbmla_plan_step measure_step(const kbmla_plan_rule *rule, const int32_t *tiles) {
+    kbmla_plan_step step = {0, 0, 0};
+    for (int32_t b = 0; b < rule->num_requests; b++) {
+        step.work += (int64_t)tiles[b] * rule->num_q_tiles;
+        step.max_tiles = kbmla_max(step.max_tiles, tiles[b]);
+    }
+    step.weight_shift = kbmla_plan_weight_shift(step.work);
+    return step;
+}
+
+static int32_t candidate_price(const kbmla_plan_rule *rule, const kbmla_plan_step *step,
+                               int32_t candidate, const int32_t *tiles) {
+    kbmla_divisor piece = kbmla_plan_piece(rule, step, candidate);
+    kbmla_plan_sums sums = {0};
+    for (int32_t b = 0; b < rule->num_requests; b++)
+        kbmla_plan_add(rule, step, candidate, piece, b, tiles[b], &sums);
+    return kbmla_plan_price(rule, step, &sums);
+}
+
+static void choose_counts(const kbmla_plan_rule *rule, plan_state *state) {
+    kbmla_plan_step step = measure_step(rule, state->tiles);
+    int32_t best = 0, best_price = INT32_MAX;
+    if (rule->policy == KBMLA_POLICY_BALANCED)
+        for (int32_t candidate = 0; candidate < rule->num_candidates; candidate++) {
+            int32_t price = candidate_price(rule, &step, candidate, state->tiles);
+            if (price < best_price) {
+                best = candidate;
+                best_price = price;
+            }
+        }
+    kbmla_divisor piece = kbmla_plan_piece(rule, &step, best);
+    for (int32_t b = 0; b < rule->num_requests; b++) {
+        int32_t tiles = state->tiles[b];
+        state->counts[b] = rule->policy == KBMLA_POLICY_EQUAL
+                               ? kbmla_plan_equal_count(rule, tiles, &step)
+                           : rule->policy == KBMLA_POLICY_FIXED
+                               ? kbmla_plan_fixed_count(rule, tiles)
+                               : kbmla_plan_count(rule, best, piece, b, tiles);
+    }
+}
+
+/* A counting sort of the requests by the length of their entries; stable. */
+static void sort_requests(const kbmla_plan_rule *rule, plan_state *state) {
+    int32_t longest = 1, ends[KBMLA_PLAN_SORT_CLASSES] = {0};
+    for (int32_t b = 0; b < rule->num_requests; b++)
+        longest = kbmla_max(longest, kbmla_ceil_div(state->tiles[b], state->counts[b]));
+    kbmla_divisor scale = kbmla_make_divisor((uint32_t)longest);
+    for (int32_t pass = 0; pass < 2; pass++) {
+        for (int32_t b = 0; b < rule->num_requests; b++) {
+            int32_t per = kbmla_ceil_div(state->tiles[b], state->counts[b]);
+            int32_t *end = &ends[kbmla_plan_sort_class(rule, scale, per)];
+            if (pass == 1)
+                state->order[*end] = b;
+            *end += 1;
+        }
+        if (pass == 0)
+            for (int32_t i = 0, before = 0; i < KBMLA_PLAN_SORT_CLASSES; i++) {
+                int32_t in_class = ends[i];
+                ends[i] = before;
+                before += in_class;
+            }
+    }
+}
+
+static void write_list(const kbmla_plan_rule *rule, const kbmla_sizes *sizes,
+                       int32_t max_requests, const plan_state *state, int32_t *work) {
+    int32_t num_requests = rule->num_requests, entries = 0, rank = 0, slot = 0;
+    int32_t *bases = work + sizes->list_len - max_requests;
+    for (int32_t i = 0; i < sizes->list_len; i++)
+        work[i] = -1;
+    for (int32_t b = 0; b < num_requests; b++) {
+        int32_t request_entries = state->counts[b] * rule->num_q_tiles;
+        entries += request_entries;
+        if (state->counts[b] > 1) {
+            bases[b] = ~slot;
+            slot += request_entries;
+        }
+    }
+    for (int32_t i = 0; i < num_requests; i++) {
+        int32_t b = state->order[i];
+        for (int32_t split = 0; split < state->counts[b]; split++)
+            for (int32_t q_tile = 0; q_tile < rule->num_q_tiles; q_tile++)
+                work[kbmla_plan_list_index(rule, rank++, entries)] =
+                    kbmla_pack_entry(q_tile, b, split, num_requests);
+    }
+}
 
 kbmla_status kbmla_cpu_plan(const kbmla_config *config, const kbmla_sizes *sizes,
                             const kbmla_plan_args *args, struct CUstream_st *stream,
                             kbmla_error *err) {
     (void)stream;
     (void)err;
-    int32_t tail = sizes->list_len - config->max_requests, used = 0, slot = 0;
-    int32_t share = args->num_requests > 0 ? sizes->max_extra / (args->num_requests * sizes->num_q_tiles) : 0;
-    for (int32_t i = 0; i < sizes->list_len; i++)
-        args->work[i] = -1;
-    for (int32_t b = 0; b < args->num_requests; b++) {
-        int32_t tiles = kbmla_num_tiles(args->lengths[b]);
-        int32_t count = kbmla_normalise_count(tiles, kbmla_min(1 + share, kbmla_min(config->num_clusters, kbmla_max(1, args->lengths[b] / config->min_split_tokens))));
-        args->counts[b] = count;
-        for (int32_t s = 0; s < count; s++)
-            for (int32_t t = 0; t < sizes->num_q_tiles; t++)
-                args->work[used++] = kbmla_pack_entry(t, b, s, args->num_requests);
-        if (count > 1) {
-            args->work[tail + b] = ~slot;
-            slot += count * sizes->num_q_tiles;
-        }
-    }
+    plan_state state;
+    kbmla_plan_rule rule = kbmla_make_plan_rule(config, sizes, args->num_requests);
+    for (int32_t b = 0; b < args->num_requests; b++)
+        state.tiles[b] = kbmla_num_tiles(args->lengths[b]);
+    choose_counts(&rule, &state);
+    sort_requests(&rule, &state);
+    for (int32_t b = 0; b < args->num_requests; b++)
+        args->counts[b] = state.counts[b];
+    write_list(&rule, sizes, config->max_requests, &state, args->work);
     return KBMLA_OK;
 }

@@ -51,8 +51,6 @@ static void reduce_row(const reduce_job *job, int32_t batch, int32_t row, int64_
     float largest = -INFINITY;
     for (int32_t i = 0; i < num_splits; i++)
         largest = lse[(int64_t)i * stride] > largest ? lse[(int64_t)i * stride] : largest;
-    /* No finite lse: the only weights are those of NaN splits. */
-    float subtracted = largest == -INFINITY ? 0.0f : largest;
 
     float sum[KBMLA_HEAD_DIM_V] = {0};
     float weights = 0.0f;
@@ -60,7 +58,7 @@ static void reduce_row(const reduce_job *job, int32_t batch, int32_t row, int64_
         float split_lse = lse[(int64_t)i * stride];
         if (split_lse == -INFINITY)
             continue;
-        float weight = exp2f(split_lse - subtracted);
+        float weight = exp2f(split_lse - largest);
         weights += weight;
         add_partial(job, first + (int64_t)i * stride, weight, sum);
     }
@@ -89,7 +87,7 @@ static void run_blocks(int64_t begin, int64_t end, void *context) {
         int32_t tiles = kbmla_num_tiles(kbmla_readable_length(job->args, batch));
         int32_t planned_count = job->args->counts[batch];
         int32_t num_splits = kbmla_normalise_count(tiles, planned_count);
-        if (num_splits == 1 || planned_count > KBMLA_MAX_SPLITS)
+        if (num_splits == 1)
             continue;
         int32_t base =
             kbmla_partial_base(job->config, sizes, job->args->work, batch, planned_count);

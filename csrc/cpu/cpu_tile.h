@@ -30,7 +30,7 @@ typedef struct kbmla_cpu_scratch {
     float row_max[KBMLA_MAX_TILE_ROWS];                  /* the retained m, raw scores */
     float row_sum[KBMLA_MAX_TILE_ROWS];                  /* l: sum of unrounded p */
     int32_t visible[KBMLA_MAX_TILE_ROWS];                /* leading keys that the row sees */
-    uint8_t tile[KBMLA_TILE_TOKENS][KBMLA_HEAD_DIM_QK];  /* E4M3; zero past the last key */
+    uint8_t tile[KBMLA_TILE_TOKENS][KBMLA_HEAD_DIM_QK];  /* E4M3; stale past the last key */
 } kbmla_cpu_scratch;
 
 typedef struct kbmla_cpu_softmax {

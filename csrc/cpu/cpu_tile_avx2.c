@@ -1,8 +1,8 @@
 /*
  * Tile kernels for AVX2 with FMA: 12 sums of 8 lanes, 2 vectors of the right factor and the
- * broadcast fill 15 of the 16 registers. Compiles to nothing off x86.
+ * broadcast fill 15 of the 16 registers. Compiles to nothing off x86-64.
  */
-#if defined(__x86_64__) || defined(__i386__)
+#if defined(__x86_64__)
 
 #if !defined(__AVX2__) || !defined(__FMA__) || defined(__AVX512F__)
 #error "compile cpu_tile_avx2.c with -mavx2 -mfma -mf16c, and no more than that"

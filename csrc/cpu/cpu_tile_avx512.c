@@ -1,8 +1,8 @@
 /*
  * Tile kernels for AVX-512 (F, BW, VL, DQ): 24 sums of 16 lanes, 4 vectors of the right factor and
- * the broadcast fill 29 of the 32 registers. Compiles to nothing off x86.
+ * the broadcast fill 29 of the 32 registers. Compiles to nothing off x86-64.
  */
-#if defined(__x86_64__) || defined(__i386__)
+#if defined(__x86_64__)
 
 #if !defined(__AVX512F__) || !defined(__AVX512BW__) || !defined(__AVX512VL__) ||                   \
     !defined(__AVX512DQ__) || !defined(__FMA__)

@@ -24,6 +24,9 @@
 
 #include "cpu_tile.h"
 
+#ifdef __FAST_MATH__
+#error "-ffast-math would drop the NaN tests and the rounding by addition"
+#endif
 #if defined(__BYTE_ORDER__) && __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
 #error "the key transposition takes four E4M3 bytes out of a little-endian word"
 #endif
@@ -106,12 +109,12 @@ INLINE vec exp2_lanes(vec x) {
  * at least 2^-6, which is the spacing of the subnormals.
  */
 INLINE vec round_e4m3_lanes(vec x) {
-    vec_bits binade = (vec_bits)x & 0x7F800000u;
     const vec_bits least = (vec_bits){0} + 0x3C800000u;
+    x = choose(x > 448.0f, splat(448.0f), x);
+    vec_bits binade = (vec_bits)x & 0x7F800000u;
     binade = (vec_bits)choose((vec_mask)(binade > least), (vec)binade, (vec)least);
     vec magic = (vec)(binade + (20u << 23));
-    vec rounded = (x + magic) - magic;
-    return choose(rounded > 448.0f, splat(448.0f), rounded);
+    return (x + magic) - magic;
 }
 
 /*
@@ -162,7 +165,7 @@ INLINE void transpose(vec_bits word[VEC_LANES]) {
 
 /*
  * panel[64, 128] = transpose of columns column .. column + 64 of the first num_keys keys. Whole
- * vectors of keys are written, so up to VEC_LANES - 1 zero keys follow the last one.
+ * vectors of keys are written, so up to VEC_LANES - 1 stale ones follow the last.
  * Words of four bytes are transposed, and their bytes taken apart after that.
  */
 static void widen_keys(const kbmla_cpu_scratch *scratch, int column, int num_keys, float *panel) {
@@ -268,9 +271,11 @@ static void multiply(int rows, int columns, int depth, matrix left, matrix right
 
 /* ------------------------------------------------------------------ softmax */
 
-/* Takes row_max up to tile_max if it grew past the allowance, rescaling what was summed with the
- * old one; returns the maximum to subtract. Only exp2 of the difference matters, so a row
- * that has seen nothing (-inf) subtracts 0. */
+/*
+ * Takes row_max up to tile_max if it grew past the allowance, rescaling what was summed under the
+ * old one, and returns the maximum to subtract from the scores. A row that has seen nothing yet
+ * subtracts 0 instead of -inf: its masked scores stay -inf, where -inf - -inf would be NaN.
+ */
 INLINE float settle_max(kbmla_cpu_scratch *scratch, int row, float tile_max,
                         const kbmla_cpu_softmax *softmax) {
     float old_max = scratch->row_max[row];
@@ -292,6 +297,7 @@ static void softmax_row(kbmla_cpu_scratch *scratch, int row, int first_key, int 
     float *score = scratch->score[row];
     int visible = scratch->visible[row] - first_key;
 
+    /* Also where the last vector reaches past the keys: no row sees those lanes. */
     if (visible < num_keys || num_keys % VEC_LANES != 0) {
         vec_mask key = {0};
         for (int i = 0; i < VEC_LANES; i++)
@@ -323,8 +329,8 @@ static void attend_tile(kbmla_cpu_scratch *scratch, int rows, int first_key, int
     const matrix score = {scratch->score[0], KBMLA_TILE_TOKENS};
     const matrix keys = {scratch->panel, KBMLA_TILE_TOKENS};
     const matrix values = {scratch->panel, KBMLA_CPU_PANEL};
-    /* The product covers whole blocks of keys; past the widened ones the panel is stale, and its
-     * columns are neither read nor mixed with others. */
+    /* The scores cover whole blocks of keys. Those past num_keys come from stale bytes: each is a
+     * column of its own, the softmax selects them away, and the second product stops before. */
     for (int column = 0; column < KBMLA_HEAD_DIM_QK; column += KBMLA_CPU_PANEL) {
         const matrix query = {&scratch->query[0][column], KBMLA_HEAD_DIM_QK};
         widen_keys(scratch, column, num_keys, scratch->panel);

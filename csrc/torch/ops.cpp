@@ -11,12 +11,17 @@
 #include <string>
 #include <vector>
 
+#include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/core/ScalarType.h>
 #include <torch/headeronly/version.h>
 
 #include "../kbmla.h"
+
+// In LibTorch's CUDA part only: absent, and never called, under a CPU build of torch.
+extern "C" __attribute__((weak)) AOTITorchError
+aoti_torch_get_current_cuda_stream(int32_t device_index, void** stream);
 
 namespace {
 
@@ -64,11 +69,17 @@ const char* dtype_text(ScalarType type) {
     }
 }
 
-// The device of a call is that of its first tensor; every other tensor must be on it.
+// The device of a call is that of its buffers, which the core's backend fixes; every other tensor
+// must be on it.
 class Checker {
   public:
-    explicit Checker(const Tensor& first)
-        : is_cpu_(first.is_cpu()), index_(first.get_device_index()) {}
+    Checker(const kbmla_config& config, const char* name, const Tensor& buffer)
+        : is_cpu_(buffer.is_cpu()), index_(buffer.get_device_index()) {
+        if (is_cpu_ != (config.backend == KBMLA_BACKEND_CPU))
+            fail(KBMLA_INVALID_ARGUMENT, std::string(name) + ": expected a device of type " +
+                                             (is_cpu_ ? "cuda" : "cpu") + ", got " +
+                                             device_text(is_cpu_, index_));
+    }
 
     // Wanted sizes of -1 are free. Unless `any_stride`, the last dimension must be contiguous.
     void tensor(const char* name, const Tensor& tensor, ScalarType dtype,
@@ -143,6 +154,27 @@ int32_t request_count(const kbmla_config& config, int64_t requests) {
     return static_cast<int32_t>(requests);
 }
 
+// Where a call runs: on torch's current stream of the buffer's device, with that device current.
+class Launch {
+  public:
+    explicit Launch(const Tensor& buffer) {
+        if (buffer.is_cpu())
+            return;
+        int32_t index = buffer.get_device_index();
+        guard_.emplace(index);
+        void* stream = nullptr;
+        if (aoti_torch_get_current_cuda_stream == nullptr ||
+            aoti_torch_get_current_cuda_stream(index, &stream) != 0)
+            fail(KBMLA_CUDA, "no current stream of cuda:" + std::to_string(index));
+        stream_ = static_cast<CUstream_st*>(stream);
+    }
+    CUstream_st* stream() const { return stream_; }
+
+  private:
+    std::optional<torch::stable::accelerator::DeviceGuard> guard_;
+    CUstream_st* stream_ = nullptr;
+};
+
 void torch_pool(int64_t count, kbmla_parallel_body body, void* context, void*) {
     if (torch_parallel_for(0, count, 1, body, context) != 0)
         body(0, count, context);
@@ -153,7 +185,7 @@ void torch_pool(int64_t count, kbmla_parallel_body body, void* context, void*) {
 void plan(const Tensor& lengths, const Tensor& counts, const Tensor& work,
           std::vector<int64_t> fields) {
     kbmla_config config = make_config(fields);
-    Checker checker(work);
+    Checker checker(config, "work", work);
     checker.tensor("lengths", lengths, ScalarType::Int, {-1});
     checker.tensor("counts", counts, ScalarType::Int, {-1});
     checker.tensor("work", work, ScalarType::Int, {-1});
@@ -165,7 +197,8 @@ void plan(const Tensor& lengths, const Tensor& counts, const Tensor& work,
     args.work = work.mutable_data_ptr<int32_t>();
     args.work_len = work.numel();
     kbmla_error error = {};
-    check(kbmla_plan(&config, &args, nullptr, &error), error);
+    Launch launch(work);
+    check(kbmla_plan(&config, &args, launch.stream(), &error), error);
 }
 
 // What decode and reduce take alike; the request count follows from lengths.
@@ -213,7 +246,7 @@ void decode(const Tensor& query, const Tensor& cache, const Tensor& block_table,
             int64_t cp_world, int64_t cp_rank, int64_t cp_interleave, bool pdl,
             std::vector<int64_t> fields) {
     kbmla_config config = make_config(fields);
-    Checker checker(workspace);
+    Checker checker(config, "workspace", workspace);
     int64_t requests = query.dim() > 0 ? query.size(0) : 0;
     checker.tensor("query", query, ScalarType::Float8_e4m3fn,
                    {-1, config.q_len, config.num_heads, KBMLA_HEAD_DIM_QK});
@@ -249,19 +282,22 @@ void decode(const Tensor& query, const Tensor& cache, const Tensor& block_table,
     args.softmax_scale = softmax_scale;
     args.pdl = pdl;
     kbmla_error error = {};
-    check(kbmla_decode(&config, &args, nullptr, &error), error);
+    Launch launch(workspace);
+    check(kbmla_decode(&config, &args, launch.stream(), &error), error);
 }
 
 void reduce(const Tensor& lengths, const Tensor& counts, const Tensor& work,
             const Tensor& workspace, const Tensor& out, const std::optional<Tensor>& lse,
             double output_scale, int64_t max_tokens, std::vector<int64_t> fields) {
     kbmla_config config = make_config(fields);
-    kbmla_decode_args args = merge_args(config, Checker(workspace), lengths, counts, work,
-                                        workspace, out, lse, output_scale);
+    Checker checker(config, "workspace", workspace);
+    kbmla_decode_args args = merge_args(config, checker, lengths, counts, work, workspace, out, lse,
+                                        output_scale);
     args.max_pages = max_tokens;
     args.page_size = 1;
     kbmla_error error = {};
-    check(kbmla_reduce(&config, &args, nullptr, &error), error);
+    Launch launch(workspace);
+    check(kbmla_reduce(&config, &args, launch.stream(), &error), error);
 }
 
 } // namespace
@@ -277,6 +313,12 @@ STABLE_TORCH_LIBRARY(kbmla, m) {
 }
 
 STABLE_TORCH_LIBRARY_IMPL(kbmla, CPU, m) {
+    m.impl("plan", TORCH_BOX(&plan));
+    m.impl("decode", TORCH_BOX(&decode));
+    m.impl("reduce", TORCH_BOX(&reduce));
+}
+
+STABLE_TORCH_LIBRARY_IMPL(kbmla, CUDA, m) {
     m.impl("plan", TORCH_BOX(&plan));
     m.impl("decode", TORCH_BOX(&decode));
     m.impl("reduce", TORCH_BOX(&reduce));

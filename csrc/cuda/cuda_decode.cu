@@ -1,0 +1,666 @@
+/*
+ * Portable decode, sm_80 and later: one source, FP16 tensor cores, any page size and stride.
+ *
+ * A cluster of the plan is a group of neighbouring blocks that share a q tile: each takes up to
+ * BLOCK_M of its rows over the same KV range. A block walks the work list with one producer warp,
+ * which copies KV tiles of 64 tokens into a ring of shared memory, and eight consumer warps:
+ *
+ *   producer --full_bar--> QK: warp w takes tokens 8w..8w+7 of the tile, all rows
+ *       ^                  row maxima through shared memory        (barrier)
+ *       |                  P = E4M3(exp2(...)) to shared memory    (barrier)
+ *       +----empty_bar---- PV: warp w takes columns 64w..64w+63, all rows and tokens
+ *
+ * The producer walks the same list on its own and runs ahead into the next item; only ring space
+ * stops it. E4M3 values are exact in FP16, and so are the products P * V, since P is rounded to
+ * E4M3 first. The rule of the lazy maximum is that of the CPU backend on tiles of 64 keys.
+ *
+ * Relies on kbmla.c's checks and on 16-byte aligned query and cache rows. Bytes past a request's
+ * length are never loaded: their slots are zero-filled, and their scores masked by selection.
+ */
+#include "cuda_launch.h"
+#include "cuda_ptx.cuh"
+
+#include "../internal.h"
+#include "../scheduler.h"
+
+#include <cuda_bf16.h>
+
+enum {
+    TILE = 64,            /* KV tokens of a ring stage */
+    CONSUMER_WARPS = 8,
+    CONSUMERS = 32 * CONSUMER_WARPS,
+    THREADS = CONSUMERS + 32,
+    MAX_STAGES = 4,
+    LATENT_BYTES = TILE * KBMLA_HEAD_DIM_V,
+    ROPE_BYTES = TILE * 64,
+    STAGE_BYTES = LATENT_BYTES + ROPE_BYTES,
+    MAX_BLOCK_ROWS = 32, /* two m tiles: 64 accumulators a thread; more would spill */
+    PANELS = KBMLA_HEAD_DIM_QK / 64, /* groups of 64 channels: one 16-byte load per lane each */
+    CONSUMER_BARRIER = 1
+};
+
+struct decode_params {
+    kbmla_decode_args args;
+    kbmla_sizes sizes;
+    int32_t num_heads;
+    int32_t q_len;
+    int32_t num_clusters;
+    int32_t blocks_per_cluster;
+    int32_t tail; /* index of the first partial base in the work list */
+    int32_t causal;
+    int32_t partial_fp16;
+    float softmax_scale_log2;
+    float output_scale;
+    float p_scale;
+    float growth; /* the row maximum is kept while it grows by at most this, log2 */
+    int32_t num_stages;
+};
+
+/* Shared memory of a block, in this order. */
+template <int M_TILES> struct decode_smem {
+    enum {
+        Q = 0,                                   /* FP16 A fragments [M_TILES, PANELS, 4, 32] x 16 B */
+        P = Q + M_TILES * PANELS * 4 * 32 * 16,  /* FP16 A fragments [M_TILES, TILE/16, 32] x 16 B */
+        ROW_STAT = P + M_TILES * (TILE / 16) * 32 * 16, /* float [16 * M_TILES, CONSUMER_WARPS] */
+        BARRIERS = ROW_STAT + 16 * M_TILES * CONSUMER_WARPS * 4, /* full, empty [MAX_STAGES] */
+        RING = BARRIERS + 2 * MAX_STAGES * 8,
+        FIXED = (RING + 127) / 128 * 128
+    };
+};
+
+/* What an entry of the list comes to for one block. */
+struct work_item {
+    int32_t batch;
+    int32_t q_tile;
+    int32_t begin;  /* first KV token */
+    int32_t end;    /* past the last */
+    int32_t count;  /* splits that are not empty */
+    int32_t slot;   /* partial slot, -1 when the output is direct */
+    int32_t length; /* readable tokens */
+};
+
+/* False for an entry that a stale or foreign plan made and that has nothing to do here. */
+static __device__ __forceinline__ bool load_item(const decode_params &params,
+                                                 const kbmla_tile &tile, work_item &item) {
+    if (tile.q_tile >= params.sizes.num_q_tiles)
+        return false;
+    int32_t length = kbmla_clamp_length(params.args.lengths[tile.batch],
+                                        params.args.max_pages * params.args.page_size);
+    int32_t planned = params.args.counts[tile.batch];
+    kbmla_split_range range = kbmla_split_bounds(kbmla_num_tiles(length), planned, tile.split);
+    if (tile.split >= range.count)
+        return false;
+    item.batch = tile.batch;
+    item.q_tile = tile.q_tile;
+    item.begin = range.begin_tile * KBMLA_TILE_TOKENS;
+    item.end = kbmla_min(range.end_tile * KBMLA_TILE_TOKENS, length);
+    item.count = range.count;
+    item.length = length;
+    item.slot = -1;
+    if (range.count > 1) {
+        int32_t base = kbmla_checked_base(params.args.work[params.tail + tile.batch], planned,
+                                          params.sizes.num_q_tiles, params.sizes.max_partials);
+        if (base < 0)
+            return false;
+        item.slot = kbmla_partial_slot(base, tile.q_tile, planned, tile.split);
+    }
+    return true;
+}
+
+/* Slot of 16 bytes in a latent row of the ring: rows r and r + 1 differ in bit 2 (16-byte loads of
+ * two rows do not meet) and 8 consecutive rows in all three bits (nor do ldmatrix's). */
+static __device__ __forceinline__ uint32_t latent_offset(uint32_t row, uint32_t slot) {
+    return row * KBMLA_HEAD_DIM_V + ((slot ^ ((row & 1) << 2 | (row >> 1 & 3))) << 4);
+}
+
+/* ------------------------------------------------------------------ producer */
+
+static __device__ __forceinline__ void fill_nan_16(uint32_t smem) {
+    asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(smem), "r"(0x7F7F7F7Fu)
+                 : "memory");
+}
+
+static __device__ void produce(const decode_params &params, uint32_t ring, uint32_t full_bar,
+                               uint32_t empty_bar, kbmla_work_walk walk) {
+    const kbmla_decode_args &args = params.args;
+    const uint32_t lane = threadIdx.x & 31;
+    uint32_t stage = 0, phase = 0;
+    for (kbmla_tile tile = kbmla_work_walk_current(&walk); tile.is_valid;
+         kbmla_work_walk_advance(&walk, 1), tile = kbmla_work_walk_current(&walk)) {
+        work_item item;
+        if (!load_item(params, tile, item))
+            continue;
+        const int32_t *table = args.block_table + item.batch * args.block_table_stride;
+        const int32_t page_shift = 31 - __clz((int32_t)args.page_size);
+        const int32_t page_mask = (int32_t)args.page_size - 1;
+        for (int32_t token = item.begin; token < item.end; token += TILE) {
+            /* Lane l holds the rows of tokens l and l + 32; 0 is a token past the end, 1 one on a
+             * page that does not exist. */
+            uint64_t row[2];
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                int32_t at = token + 32 * half + (int32_t)lane;
+                row[half] = 0;
+                if (at < item.end) {
+                    int32_t page = table[at >> page_shift];
+                    row[half] = (uint32_t)page < (uint64_t)args.num_pages
+                                    ? (uint64_t)(args.cache + page * args.cache_page_stride +
+                                                 (at & page_mask) * args.cache_row_stride)
+                                    : 1;
+                }
+            }
+            mbarrier_wait(empty_bar + 8 * stage, phase ^ 1);
+            const uint32_t latent = ring + stage * STAGE_BYTES, rope = latent + LATENT_BYTES;
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+#pragma unroll 8
+                for (int r = 0; r < 32; r++) {
+                    uint64_t from = __shfl_sync(0xFFFFFFFFu, row[half], r);
+                    uint32_t to = latent + latent_offset(32 * half + r, lane);
+                    if (from == 1)
+                        fill_nan_16(to);
+                    else
+                        cp_async_16(to, from ? (const uint8_t *)from + 16 * lane : args.cache,
+                                    from ? 16 : 0);
+                }
+#pragma unroll
+                for (int r = 0; r < 32; r += 8) {
+                    uint64_t from = __shfl_sync(0xFFFFFFFFu, row[half], r + (lane >> 2));
+                    uint32_t to = rope + (32 * half + r) * 64 + 16 * lane;
+                    if (from == 1)
+                        fill_nan_16(to);
+                    else
+                        cp_async_16(to,
+                                    from ? (const uint8_t *)from + KBMLA_HEAD_DIM_V +
+                                               16 * (lane & 3)
+                                         : args.cache,
+                                    from ? 16 : 0);
+                }
+            }
+            /* Two arrivals of every lane: one when its copies have landed, one for plain stores. */
+            cp_async_mbarrier_arrive(full_bar + 8 * stage);
+            mbarrier_arrive(full_bar + 8 * stage);
+            if (++stage == (uint32_t)params.num_stages) {
+                stage = 0;
+                phase ^= 1;
+            }
+        }
+    }
+}
+
+/* ------------------------------------------------------------------ consumers */
+
+/* Q of the block's rows as FP16 A fragments; rows that do not exist are zero. Channels are
+ * assigned to k so that a lane's four k of step s are bytes 16c + 4s .. + 3 of a 64-byte panel. */
+template <int M_TILES>
+static __device__ void load_query(const decode_params &params, const work_item &item,
+                                  int32_t first_row, int32_t rows, uint32_t q_smem) {
+    const kbmla_decode_args &args = params.args;
+    for (int32_t i = threadIdx.x; i < M_TILES * PANELS * 4 * 32; i += CONSUMERS) {
+        int32_t lane = i & 31, part = i >> 5 & 3, panel = (i >> 7) % PANELS, m = (i >> 7) / PANELS;
+        int32_t local = 16 * m + (lane >> 2) + 8 * (part >> 1);
+        uint32_t halves[4] = {0, 0, 0, 0};
+        if (local < rows) {
+            int32_t row = first_row + local;
+            const uint8_t *from = args.query + item.batch * args.query_batch_stride +
+                                  row / params.num_heads * args.query_token_stride +
+                                  row % params.num_heads * args.query_head_stride + 64 * panel +
+                                  16 * (lane & 3) + 8 * (part & 1);
+            uint2 bytes = *reinterpret_cast<const uint2 *>(from);
+            halves[0] = e4m3x2_to_half2(bytes.x);
+            halves[1] = e4m3x2_to_half2(bytes.x >> 16);
+            halves[2] = e4m3x2_to_half2(bytes.y);
+            halves[3] = e4m3x2_to_half2(bytes.y >> 16);
+        }
+        asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(q_smem + 16 * i),
+                     "r"(halves[0]), "r"(halves[1]), "r"(halves[2]), "r"(halves[3])
+                     : "memory");
+    }
+}
+
+static __device__ __forceinline__ uint4 load_shared_16(uint32_t smem) {
+    uint4 value;
+    asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
+                 : "r"(smem)
+                 : "memory");
+    return value;
+}
+
+/* Scores += Q K^T over one panel of 64 channels; `k_smem` is this lane's 16 bytes of its token. */
+template <int M_TILES, int CHAINS>
+static __device__ __forceinline__ void panel_scores(float (&part)[CHAINS][M_TILES][4],
+                                                    uint32_t k_smem, uint32_t q_smem) {
+    uint4 bytes = load_shared_16(k_smem);
+    const uint32_t k[4] = {bytes.x, bytes.y, bytes.z, bytes.w};
+    uint32_t b[4][2];
+#pragma unroll
+    for (int step = 0; step < 4; step++) {
+        b[step][0] = e4m3x2_to_half2(k[step]);
+        b[step][1] = e4m3x2_to_half2(k[step] >> 16);
+    }
+#pragma unroll
+    for (int m = 0; m < M_TILES; m++) {
+        uint32_t at = q_smem + m * PANELS * 4 * 32 * 16;
+        uint4 low0 = load_shared_16(at), low1 = load_shared_16(at + 512);
+        uint4 high0 = load_shared_16(at + 1024), high1 = load_shared_16(at + 1536);
+        const uint32_t a[4][4] = {{low0.x, high0.x, low0.y, high0.y},
+                                  {low0.z, high0.z, low0.w, high0.w},
+                                  {low1.x, high1.x, low1.y, high1.y},
+                                  {low1.z, high1.z, low1.w, high1.w}};
+#pragma unroll
+        for (int step = 0; step < 4; step++)
+            mma_m16n8k16(part[step % CHAINS][m], a[step], b[step][0], b[step][1]);
+    }
+}
+
+/* Scores of all rows against this warp's 8 tokens. Each m tile sums in CHAINS parts, since one
+ * chain of 36 dependent mma would cost its full latency. */
+template <int M_TILES>
+static __device__ __forceinline__ void scores(float (&s)[M_TILES][4], uint32_t latent,
+                                              uint32_t q_smem, uint32_t warp, uint32_t lane) {
+    constexpr int CHAINS = 2;
+    float part[CHAINS][M_TILES][4] = {};
+    const uint32_t row = 8 * warp + (lane >> 2), column = lane & 3;
+    q_smem += 16 * lane;
+#pragma unroll 1
+    for (int panel = 0; panel < PANELS - 1; panel++)
+        panel_scores<M_TILES, CHAINS>(part, latent + latent_offset(row, 4 * panel + column),
+                                      q_smem + panel * 4 * 32 * 16);
+    panel_scores<M_TILES, CHAINS>(part, latent + LATENT_BYTES + row * 64 + 16 * column,
+                                  q_smem + (PANELS - 1) * 4 * 32 * 16);
+#pragma unroll
+    for (int m = 0; m < M_TILES; m++)
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            s[m][i] = part[0][m][i];
+#pragma unroll
+            for (int chain = 1; chain < CHAINS; chain++)
+                s[m][i] += part[chain][m][i];
+        }
+}
+
+/* O += P V for this warp's 64 columns. A pair of d columns comes out of ldmatrix as bytes of two
+ * tokens; the even and the odd columns of 16 make two n tiles, so o[m][2c], o[m][2c+1] hold columns
+ * 16c + 4 * (lane % 4) + {0, 2} and + {1, 3}. */
+template <int M_TILES>
+static __device__ __forceinline__ void accumulate(float (&o)[M_TILES][8][4], uint32_t latent,
+                                                  uint32_t p_smem, uint32_t warp, uint32_t lane) {
+#pragma unroll
+    for (int k = 0; k < TILE / 16; k++) {
+        uint32_t a[M_TILES][4];
+#pragma unroll
+        for (int m = 0; m < M_TILES; m++) {
+            uint4 p = load_shared_16(p_smem + ((m * (TILE / 16) + k) * 32 + lane) * 16);
+            a[m][0] = p.x;
+            a[m][1] = p.y;
+            a[m][2] = p.z;
+            a[m][3] = p.w;
+        }
+#pragma unroll
+        for (int pair = 0; pair < 2; pair++) {
+            uint32_t v[4]; /* tokens 0-7, 8-15 of chunk 2*pair, then of chunk 2*pair + 1 */
+            uint32_t token = 16 * k + (lane & 15), chunk = 4 * warp + 2 * pair + (lane >> 4);
+            ldmatrix_x4_trans(v, latent + latent_offset(token, chunk));
+#pragma unroll
+            for (int c = 0; c < 2; c++) {
+                uint32_t low = __byte_perm(v[2 * c], 0, 0x3120);
+                uint32_t high = __byte_perm(v[2 * c + 1], 0, 0x3120);
+                uint32_t even0 = e4m3x2_to_half2(low), odd0 = e4m3x2_to_half2(low >> 16);
+                uint32_t even1 = e4m3x2_to_half2(high), odd1 = e4m3x2_to_half2(high >> 16);
+#pragma unroll
+                for (int m = 0; m < M_TILES; m++) {
+                    mma_m16n8k16(o[m][4 * pair + 2 * c], a[m], even0, even1);
+                    mma_m16n8k16(o[m][4 * pair + 2 * c + 1], a[m], odd0, odd1);
+                }
+            }
+        }
+    }
+}
+
+/* Combines one value per row over the 8 consumer warps, in their order, for the lane's rows. */
+template <int M_TILES, typename Combine>
+static __device__ __forceinline__ void across_warps(float (&value)[M_TILES][2], float *row_stat,
+                                                    uint32_t warp, uint32_t lane,
+                                                    Combine combine) {
+#pragma unroll
+    for (int m = 0; m < M_TILES; m++)
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            float x = value[m][half];
+            x = combine(x, __shfl_xor_sync(0xFFFFFFFFu, x, 1));
+            x = combine(x, __shfl_xor_sync(0xFFFFFFFFu, x, 2));
+            if ((lane & 3) == 0)
+                row_stat[(16 * m + 8 * half + (lane >> 2)) * CONSUMER_WARPS + warp] = x;
+        }
+    named_barrier_sync(CONSUMER_BARRIER, CONSUMERS);
+#pragma unroll
+    for (int m = 0; m < M_TILES; m++)
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            const float4 *from = reinterpret_cast<const float4 *>(
+                row_stat + (16 * m + 8 * half + (lane >> 2)) * CONSUMER_WARPS);
+            float4 x = from[0], y = from[1];
+            value[m][half] =
+                combine(combine(combine(x.x, x.y), combine(x.z, x.w)),
+                        combine(combine(y.x, y.y), combine(y.z, y.w)));
+        }
+}
+
+struct take_max {
+    __device__ float operator()(float a, float b) const { return a > b || a != a ? a : b; }
+};
+struct take_sum {
+    __device__ float operator()(float a, float b) const { return a + b; }
+};
+
+template <int M_TILES>
+static __device__ void store_rows(const decode_params &params, const work_item &item,
+                                  int32_t sub_row, int32_t first_row, int32_t rows,
+                                  const float (&o)[M_TILES][8][4], const float (&l)[M_TILES][2],
+                                  const float (&row_max)[M_TILES][2], uint32_t warp,
+                                  uint32_t lane) {
+    const kbmla_decode_args &args = params.args;
+    const int32_t column = 64 * warp + 4 * (lane & 3);
+#pragma unroll
+    for (int m = 0; m < M_TILES; m++) {
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            int32_t local = 16 * m + 8 * half + (int32_t)(lane >> 2);
+            if (local >= rows)
+                continue;
+            float sum = l[m][half];
+            bool is_empty = sum == 0.0f;
+            float scale = is_empty ? 0.0f : 1.0f / (sum * params.p_scale);
+            float lse = is_empty ? -INFINITY
+                                 : log2f(sum) + row_max[m][half] * params.softmax_scale_log2;
+            float value[4][4];
+#pragma unroll
+            for (int c = 0; c < 4; c++)
+#pragma unroll
+                for (int i = 0; i < 4; i++)
+                    value[c][i] =
+                        is_empty ? 0.0f : o[m][2 * c + (i & 1)][2 * half + (i >> 1)] * scale;
+            int32_t row = first_row + local, token = row / params.num_heads,
+                    head = row % params.num_heads;
+            if (item.slot < 0) {
+                __nv_bfloat16 *to = reinterpret_cast<__nv_bfloat16 *>(args.out) +
+                                    item.batch * args.out_batch_stride +
+                                    token * args.out_token_stride + head * args.out_head_stride +
+                                    column;
+#pragma unroll
+                for (int c = 0; c < 4; c++) {
+                    __nv_bfloat162 low = __floats2bfloat162_rn(
+                        value[c][0] * params.output_scale, value[c][1] * params.output_scale);
+                    __nv_bfloat162 high = __floats2bfloat162_rn(
+                        value[c][2] * params.output_scale, value[c][3] * params.output_scale);
+                    *reinterpret_cast<uint2 *>(to + 16 * c) =
+                        make_uint2(*reinterpret_cast<uint32_t *>(&low),
+                                   *reinterpret_cast<uint32_t *>(&high));
+                }
+                if (args.lse != NULL && warp == 0 && (lane & 3) == 0)
+                    args.lse[item.batch * args.lse_batch_stride + token * args.lse_token_stride +
+                             head * args.lse_head_stride] = lse;
+                continue;
+            }
+            int64_t slot_row = (int64_t)item.slot * params.sizes.q_tile_rows + sub_row + local;
+            if (params.partial_fp16) {
+                __half *to = static_cast<__half *>(args.workspace) + slot_row * KBMLA_HEAD_DIM_V +
+                             column;
+#pragma unroll
+                for (int c = 0; c < 4; c++) {
+                    __half2 low = __floats2half2_rn(value[c][0], value[c][1]);
+                    __half2 high = __floats2half2_rn(value[c][2], value[c][3]);
+                    *reinterpret_cast<uint2 *>(to + 16 * c) =
+                        make_uint2(*reinterpret_cast<uint32_t *>(&low),
+                                   *reinterpret_cast<uint32_t *>(&high));
+                }
+            } else {
+                float *to = static_cast<float *>(args.workspace) + slot_row * KBMLA_HEAD_DIM_V +
+                            column;
+#pragma unroll
+                for (int c = 0; c < 4; c++)
+                    *reinterpret_cast<float4 *>(to + 16 * c) =
+                        make_float4(value[c][0], value[c][1], value[c][2], value[c][3]);
+            }
+            if (warp == 0 && (lane & 3) == 0)
+                reinterpret_cast<float *>(static_cast<uint8_t *>(args.workspace) +
+                                          params.sizes.partial_lse_offset)[slot_row] = lse;
+        }
+    }
+}
+
+template <int M_TILES>
+static __device__ void consume(const decode_params &params, uint8_t *smem, uint32_t ring,
+                               uint32_t full_bar, uint32_t empty_bar, int32_t sub,
+                               kbmla_work_walk walk) {
+    using layout = decode_smem<M_TILES>;
+    const kbmla_decode_args &args = params.args;
+    const uint32_t warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+    const uint32_t q_smem = smem_address(smem + layout::Q), p_smem = smem_address(smem + layout::P);
+    float *row_stat = reinterpret_cast<float *>(smem + layout::ROW_STAT);
+    const kbmla_context_parallel cp = {args.cp_world, args.cp_rank, args.cp_interleave};
+    const float scale = params.softmax_scale_log2;
+    uint32_t stage = 0, phase = 0;
+
+    for (kbmla_tile tile = kbmla_work_walk_current(&walk); tile.is_valid;
+         kbmla_work_walk_advance(&walk, 1), tile = kbmla_work_walk_current(&walk)) {
+        work_item item;
+        if (!load_item(params, tile, item))
+            continue;
+        const int32_t sub_row = 16 * M_TILES * sub;
+        const int32_t first_row = item.q_tile * params.sizes.q_tile_rows + sub_row;
+        const int32_t rows = kbmla_min(
+            kbmla_min(params.sizes.q_tile_rows - sub_row, params.sizes.rows - first_row),
+            16 * M_TILES);
+
+        /* Every warp has left the previous item's last PV, but may still read Q and row_stat. */
+        named_barrier_sync(CONSUMER_BARRIER, CONSUMERS);
+        load_query<M_TILES>(params, item, first_row, rows, q_smem);
+        named_barrier_sync(CONSUMER_BARRIER, CONSUMERS);
+
+        int32_t visible[M_TILES][2];
+#pragma unroll
+        for (int m = 0; m < M_TILES; m++)
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                int32_t local = 16 * m + 8 * half + (int32_t)(lane >> 2);
+                int32_t total =
+                    args.causal_lens != NULL ? args.causal_lens[item.batch] : item.length;
+                visible[m][half] =
+                    local < rows ? kbmla_visible_keys(item.length, total, params.q_len,
+                                                      (first_row + local) / params.num_heads,
+                                                      params.causal, cp)
+                                 : 0;
+            }
+
+        float o[M_TILES][8][4] = {};
+        float l[M_TILES][2] = {}, row_max[M_TILES][2];
+#pragma unroll
+        for (int m = 0; m < M_TILES; m++)
+            row_max[m][0] = row_max[m][1] = -INFINITY;
+
+        for (int32_t token = item.begin; token < item.end; token += TILE) {
+            const uint32_t latent = ring + stage * STAGE_BYTES;
+            mbarrier_wait(full_bar + 8 * stage, phase);
+
+            float s[M_TILES][4];
+            scores<M_TILES>(s, latent, q_smem, warp, lane);
+            float tile_max[M_TILES][2];
+            const int32_t key = token + 8 * (int32_t)warp + 2 * (int32_t)(lane & 3);
+#pragma unroll
+            for (int m = 0; m < M_TILES; m++)
+#pragma unroll
+                for (int half = 0; half < 2; half++) {
+                    float &s0 = s[m][2 * half], &s1 = s[m][2 * half + 1];
+                    s0 = key < visible[m][half] ? s0 : -INFINITY;
+                    s1 = key + 1 < visible[m][half] ? s1 : -INFINITY;
+                    tile_max[m][half] = take_max()(s0, s1);
+                }
+            across_warps<M_TILES>(tile_max, row_stat, warp, lane, take_max());
+
+            float alpha[M_TILES][2];
+            bool has_rescale = false;
+#pragma unroll
+            for (int m = 0; m < M_TILES; m++)
+#pragma unroll
+                for (int half = 0; half < 2; half++) {
+                    float old = row_max[m][half], seen = tile_max[m][half];
+                    /* The first visible key always sets the maximum: its growth is inf. A row that
+                     * has seen none has growth NaN and keeps -inf. */
+                    bool is_kept = !((seen - old) * scale > params.growth);
+                    alpha[m][half] = is_kept ? 1.0f : exp2_approx((old - seen) * scale);
+                    row_max[m][half] = is_kept ? old : seen;
+                    has_rescale |= !is_kept;
+                    float base = row_max[m][half] == -INFINITY ? 0.0f : row_max[m][half] * scale;
+                    float p0 = exp2_approx(fmaf(s[m][2 * half], scale, -base));
+                    float p1 = exp2_approx(fmaf(s[m][2 * half + 1], scale, -base));
+                    l[m][half] = l[m][half] * alpha[m][half] + (p0 + p1);
+                    uint32_t p = round_e4m3_half2(p0 * params.p_scale, p1 * params.p_scale);
+                    /* Fragment register: 0 and 1 are tokens 0-7 of 16, rows g and g + 8. */
+                    uint32_t to = p_smem + ((m * (TILE / 16) + (warp >> 1)) * 32 + lane) * 16 +
+                                  ((warp & 1) * 2 + half) * 4;
+                    asm volatile("st.shared.b32 [%0], %1;" ::"r"(to), "r"(p) : "memory");
+                }
+            if (__any_sync(0xFFFFFFFFu, has_rescale)) {
+#pragma unroll
+                for (int m = 0; m < M_TILES; m++)
+#pragma unroll
+                    for (int n = 0; n < 8; n++)
+#pragma unroll
+                        for (int i = 0; i < 4; i++)
+                            o[m][n][i] *= alpha[m][i >> 1];
+            }
+            named_barrier_sync(CONSUMER_BARRIER, CONSUMERS);
+
+            accumulate<M_TILES>(o, latent, p_smem, warp, lane);
+            __syncwarp();
+            if (lane == 0)
+                mbarrier_arrive(empty_bar + 8 * stage);
+            if (++stage == (uint32_t)params.num_stages) {
+                stage = 0;
+                phase ^= 1;
+            }
+        }
+        /* row_stat may still be read by a warp that is late in the last tile's maxima. */
+        named_barrier_sync(CONSUMER_BARRIER, CONSUMERS);
+        across_warps<M_TILES>(l, row_stat, warp, lane, take_sum());
+        store_rows<M_TILES>(params, item, sub_row, first_row, rows, o, l, row_max, warp, lane);
+    }
+}
+
+template <int M_TILES>
+static __global__ void __launch_bounds__(THREADS, M_TILES == 1 ? 2 : 1)
+    cuda_decode_kernel(const __grid_constant__ decode_params params) {
+    extern __shared__ __align__(128) uint8_t smem[];
+    using layout = decode_smem<M_TILES>;
+    const uint32_t ring = smem_address(smem + layout::FIXED);
+    const uint32_t full_bar = smem_address(smem + layout::BARRIERS);
+    const uint32_t empty_bar = full_bar + 8 * MAX_STAGES;
+    if (threadIdx.x == 0) {
+        for (int stage = 0; stage < params.num_stages; stage++) {
+            mbarrier_init(full_bar + 8 * stage, 2 * 32);
+            mbarrier_init(empty_bar + 8 * stage, CONSUMER_WARPS);
+        }
+    }
+    __syncthreads();
+    grid_dependency_launch();
+    grid_dependency_wait();
+
+    kbmla_work_walk walk;
+    walk.work = params.args.work;
+    walk.work_len = params.tail;
+    walk.num_requests = params.args.num_requests;
+    walk.cluster_size = params.blocks_per_cluster;
+    walk.num_ctas = params.num_clusters * params.blocks_per_cluster;
+    walk.linear_idx = (int32_t)blockIdx.x;
+    if (threadIdx.x >= CONSUMERS)
+        produce(params, ring, full_bar, empty_bar, walk);
+    else
+        consume<M_TILES>(params, smem, ring, full_bar, empty_bar,
+                         (int32_t)blockIdx.x % params.blocks_per_cluster, walk);
+}
+
+/* ------------------------------------------------------------------ launch */
+
+namespace {
+
+struct decode_shape {
+    int32_t m_tiles;
+    int32_t blocks_per_cluster;
+    int32_t blocks_per_sm;
+    int32_t num_stages;
+    int32_t smem_bytes;
+    const void *kernel;
+};
+
+template <int M_TILES> void fill_shape(decode_shape &shape) {
+    shape.m_tiles = M_TILES;
+    shape.smem_bytes = decode_smem<M_TILES>::FIXED;
+    shape.kernel = reinterpret_cast<const void *>(cuda_decode_kernel<M_TILES>);
+}
+
+/* Rows per block, ring depth and blocks per SM for this card's shared memory. */
+decode_shape choose_shape(int32_t q_tile_rows, const kbmla_cuda_device &device) {
+    decode_shape shape = {};
+    shape.blocks_per_cluster = kbmla_ceil_div(q_tile_rows, MAX_BLOCK_ROWS);
+    const int32_t rows = kbmla_ceil_div(q_tile_rows, shape.blocks_per_cluster);
+    if (rows <= 16)
+        fill_shape<1>(shape);
+    else
+        fill_shape<2>(shape);
+    /* Two small blocks on an SM hide each other's barriers where both rings can be two deep. */
+    const int32_t reserved = 1024; /* per block, taken by the driver */
+    int32_t half = device.smem_per_sm / 2 - reserved;
+    shape.blocks_per_sm =
+        shape.m_tiles == 1 && half >= shape.smem_bytes + 2 * STAGE_BYTES ? 2 : 1;
+    int32_t room = (shape.blocks_per_sm == 2 ? half : device.smem_per_block) - shape.smem_bytes;
+    shape.num_stages = kbmla_min(kbmla_max(room / STAGE_BYTES, 1), MAX_STAGES);
+    shape.smem_bytes += shape.num_stages * STAGE_BYTES;
+    return shape;
+}
+
+} // namespace
+
+extern "C" int32_t kbmla_cuda_decode_clusters(const kbmla_sizes *sizes,
+                                              const kbmla_cuda_device *device) {
+    decode_shape shape = choose_shape(sizes->q_tile_rows, *device);
+    return kbmla_max(1, device->num_sms * shape.blocks_per_sm / shape.blocks_per_cluster);
+}
+
+extern "C" kbmla_status kbmla_cuda_decode_prepare(const kbmla_sizes *sizes,
+                                                  const kbmla_cuda_device *device,
+                                                  kbmla_error *err) {
+    decode_shape shape = choose_shape(sizes->q_tile_rows, *device);
+    CUDA_CHECK(cudaFuncSetAttribute(shape.kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                    shape.smem_bytes),
+               err);
+    return KBMLA_OK;
+}
+
+extern "C" kbmla_status kbmla_cuda_decode(const kbmla_config *config, const kbmla_sizes *sizes,
+                                          const kbmla_decode_args *args,
+                                          struct CUstream_st *stream, kbmla_error *err) {
+    kbmla_cuda_device device;
+    FORWARD_IF_ERROR(kbmla_cuda_current_device(&device, err));
+    decode_shape shape = choose_shape(sizes->q_tile_rows, device);
+    decode_params params;
+    params.args = *args;
+    params.sizes = *sizes;
+    params.num_heads = config->num_heads;
+    params.q_len = config->q_len;
+    params.num_clusters = config->num_clusters;
+    params.blocks_per_cluster = shape.blocks_per_cluster;
+    params.tail = sizes->list_len - config->max_requests;
+    params.causal = config->causal;
+    params.partial_fp16 = config->partial_fp16;
+    params.softmax_scale_log2 = (float)(args->softmax_scale * 1.4426950408889634);
+    params.output_scale = (float)args->output_scale;
+    params.p_scale = config->p_scale;
+    params.growth = 8.0f - log2f(config->p_scale);
+    params.num_stages = shape.num_stages;
+    void *arguments[] = {&params};
+    return kbmla_cuda_launch(shape.kernel, config->num_clusters * shape.blocks_per_cluster, THREADS,
+                             shape.smem_bytes, args->pdl != 0 && device.has_pdl, arguments, stream,
+                             err);
+}

@@ -1,0 +1,28 @@
+/*
+ * What the CUDA launchers share: facts of a device, error handling, and a launch with programmatic
+ * dependent launch. Everything here returns a status; nothing allocates or synchronises.
+ */
+#ifndef KBMLA_CUDA_LAUNCH_H
+#define KBMLA_CUDA_LAUNCH_H
+
+#include <cuda_runtime.h>
+
+#include "../internal.h"
+
+#define CUDA_CHECK(call, err)                                                                      \
+    do {                                                                                           \
+        cudaError_t cuda_check_code = (call);                                                      \
+        if (cuda_check_code != cudaSuccess)                                                        \
+            return kbmla_cuda_fail((err), cuda_check_code, #call);                                 \
+    } while (0)
+
+/* Fills err with the failed call and clears CUDA's sticky launch error. */
+kbmla_status kbmla_cuda_fail(kbmla_error *err, cudaError_t code, const char *call);
+
+/* Launches a kernel of `blocks` blocks; with `pdl` it may start while its predecessor in the stream
+ * still runs, and must wait by itself before it reads (grid_dependency_wait). */
+kbmla_status kbmla_cuda_launch(const void *kernel, int32_t blocks, int32_t threads,
+                               int32_t smem_bytes, bool pdl, void **arguments, cudaStream_t stream,
+                               kbmla_error *err);
+
+#endif

@@ -1,0 +1,150 @@
+/*
+ * One short function per PTX instruction of the portable kernels (sm_80 and later), no logic.
+ * Shared-memory addresses are 32-bit, from smem_address().
+ */
+#ifndef KBMLA_CUDA_PTX_CUH
+#define KBMLA_CUDA_PTX_CUH
+
+#include <cuda_fp16.h>
+#include <stdint.h>
+
+static __device__ __forceinline__ uint32_t smem_address(const void *pointer) {
+    return (uint32_t)__cvta_generic_to_shared(pointer);
+}
+
+/* ---- asynchronous copies and their barriers */
+
+/* 16 bytes global to shared; with source_bytes 0 the destination is zero-filled, nothing read. */
+static __device__ __forceinline__ void cp_async_16(uint32_t smem, const void *gmem,
+                                                   uint32_t source_bytes) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(smem), "l"(gmem),
+                 "r"(source_bytes)
+                 : "memory");
+}
+
+/* Arrives on the barrier once all cp.async of this thread so far have landed. */
+static __device__ __forceinline__ void cp_async_mbarrier_arrive(uint32_t barrier) {
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(barrier) : "memory");
+}
+
+static __device__ __forceinline__ void mbarrier_init(uint32_t barrier, uint32_t arrivals) {
+    asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+
+static __device__ __forceinline__ void mbarrier_arrive(uint32_t barrier) {
+    asm volatile("{\n.reg .b64 state;\nmbarrier.arrive.shared.b64 state, [%0];\n}" ::"r"(barrier)
+                 : "memory");
+}
+
+/* Whether the phase of parity `phase` has completed. */
+static __device__ __forceinline__ bool mbarrier_test(uint32_t barrier, uint32_t phase) {
+    uint32_t done;
+    asm volatile("{\n.reg .pred p;\n"
+                 "mbarrier.test_wait.parity.shared.b64 p, [%1], %2;\n"
+                 "selp.u32 %0, 1, 0, p;\n}"
+                 : "=r"(done)
+                 : "r"(barrier), "r"(phase)
+                 : "memory");
+    return done != 0;
+}
+
+static __device__ __forceinline__ void mbarrier_wait(uint32_t barrier, uint32_t phase) {
+    while (!mbarrier_test(barrier, phase)) {
+    }
+}
+
+/* bar.sync among `threads` threads of the block. */
+static __device__ __forceinline__ void named_barrier_sync(uint32_t id, uint32_t threads) {
+    asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+/* ---- matrices */
+
+/* Four 8x8 matrices of 16-bit units, transposed; lane i gives the row address of matrix i / 8. */
+static __device__ __forceinline__ void ldmatrix_x4_trans(uint32_t (&reg)[4], uint32_t smem) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(reg[0]), "=r"(reg[1]), "=r"(reg[2]), "=r"(reg[3])
+                 : "r"(smem)
+                 : "memory");
+}
+
+/* c[16x8] += a[16x16] b[16x8], FP16 in, FP32 accumulators. */
+static __device__ __forceinline__ void mma_m16n8k16(float (&c)[4], const uint32_t (&a)[4],
+                                                    uint32_t b0, uint32_t b1) {
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, "
+                 "{%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+                 : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+/* ---- conversions */
+
+static __device__ __forceinline__ float exp2_approx(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+/* Two E4M3 bytes (the low 16 bits) to half2, exact; NaN stays NaN. */
+static __device__ __forceinline__ uint32_t e4m3x2_to_half2(uint32_t bytes) {
+    uint32_t halves;
+#if __CUDA_ARCH__ >= 890
+    asm("{\n.reg .b16 lo, hi;\nmov.b32 {lo, hi}, %1;\ncvt.rn.f16x2.e4m3x2 %0, lo;\n}"
+        : "=r"(halves)
+        : "r"(bytes));
+#else
+    /* The 7 magnitude bits as exponent and mantissa of a half are the value times 2^-8. */
+    uint32_t spread = (bytes & 0xFFu) | (bytes & 0xFF00u) << 8;
+    uint32_t small = (spread & 0x007F007Fu) << 7 | (spread & 0x00800080u) << 8;
+    __half2 value = __hmul2(*reinterpret_cast<__half2 *>(&small), __float2half2_rn(256.0f));
+    halves = *reinterpret_cast<uint32_t *>(&value);
+    if ((spread & 0x0000007Fu) == 0x0000007Fu)
+        halves |= 0x00007E00u;
+    if ((spread & 0x007F0000u) == 0x007F0000u)
+        halves |= 0x7E000000u;
+#endif
+    return halves;
+}
+
+/* E4M3(lo), E4M3(hi) as half2, round to nearest even, saturating; lo, hi >= 0 or NaN. */
+static __device__ __forceinline__ uint32_t round_e4m3_half2(float lo, float hi) {
+#if __CUDA_ARCH__ >= 890
+    uint32_t bytes;
+    asm("{\n.reg .b16 pair;\ncvt.rn.satfinite.e4m3x2.f32 pair, %2, %1;\n"
+        "mov.b32 %0, {pair, pair};\n}"
+        : "=r"(bytes)
+        : "f"(lo), "f"(hi));
+    return e4m3x2_to_half2(bytes);
+#else
+    float value[2] = {lo, hi};
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        float x = value[i];
+        uint32_t u = __float_as_uint(x);
+        float normal = __uint_as_float((u + 0x7FFFFu + ((u >> 20) & 1u)) & ~0xFFFFFu);
+        float subnormal = __fadd_rn(__fadd_rn(x, 0x1p14f), -0x1p14f);
+        float y = x < 0x1p-6f ? subnormal : fminf(normal, 448.0f);
+        value[i] = x == x ? y : x;
+    }
+    __half2 halves = __floats2half2_rn(value[0], value[1]);
+    return *reinterpret_cast<uint32_t *>(&halves);
+#endif
+}
+
+/* ---- programmatic dependent launch; nothing before SM90 */
+
+/* Waits until the kernels this one depends on have finished and their writes are visible. */
+static __device__ __forceinline__ void grid_dependency_wait() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+/* Lets the next kernel of the stream start launching; it still waits before it reads. */
+static __device__ __forceinline__ void grid_dependency_launch() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+#endif

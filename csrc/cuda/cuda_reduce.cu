@@ -1,0 +1,192 @@
+/*
+ * Merge of split requests, one kernel for every GPU backend: out = sum of w_i O_i / sum of w_i with
+ * w_i = 2^(lse_i - max lse), per row and in bands of the 512 columns.
+ *
+ * The grid is fixed and knows nothing of the lengths: each block first lists the split requests
+ * (their counts after normalisation, as decode saw them), then takes (row, band) pairs of these, a
+ * grid apart. Within a block warp w sums splits w, w + 8, ... in ascending order and warp 0's
+ * threads add the eight sums in order, so a result depends neither on the number of blocks nor on
+ * the bands. A split whose lse is -inf is skipped by selection: its partial may be anything.
+ */
+#include "cuda_launch.h"
+#include "cuda_ptx.cuh"
+
+#include "../rules.h"
+
+#include <cuda_bf16.h>
+
+enum { WARPS = 8, THREADS = 32 * WARPS, BLOCKS_PER_SM = 4 };
+
+struct reduce_params {
+    kbmla_decode_args args;
+    kbmla_sizes sizes;
+    int32_t num_heads;
+    int32_t tail;
+    int32_t partial_fp16;
+    float output_scale;
+};
+
+/* Four columns of a partial row. */
+static __device__ __forceinline__ float4 load_partial(const reduce_params &params,
+                                                      int64_t slot_row, int32_t column) {
+    int64_t at = slot_row * KBMLA_HEAD_DIM_V + column;
+    if (!params.partial_fp16)
+        return *reinterpret_cast<const float4 *>(static_cast<const float *>(params.args.workspace) +
+                                                 at);
+    uint2 bits =
+        *reinterpret_cast<const uint2 *>(static_cast<const __half *>(params.args.workspace) + at);
+    float2 low = __half22float2(*reinterpret_cast<__half2 *>(&bits.x));
+    float2 high = __half22float2(*reinterpret_cast<__half2 *>(&bits.y));
+    return make_float4(low.x, low.y, high.x, high.y);
+}
+
+/* BANDS of 512 / BANDS columns; a lane owns 4 columns in each of its VECTORS. */
+template <int BANDS>
+static __global__ void __launch_bounds__(THREADS)
+    cuda_reduce_kernel(const __grid_constant__ reduce_params params) {
+    constexpr int WIDTH = KBMLA_HEAD_DIM_V / BANDS, VECTORS = WIDTH / 128;
+    __shared__ int32_t requests[KBMLA_MAX_REQUESTS]; /* split requests, ascending */
+    __shared__ int32_t warp_total[WARPS];
+    __shared__ float weight[KBMLA_MAX_SPLITS];
+    __shared__ float warp_stat[WARPS];
+    __shared__ float4 warp_sum[WARPS][VECTORS][32];
+    const kbmla_decode_args &args = params.args;
+    const int32_t thread = (int32_t)threadIdx.x, lane = thread & 31, warp = thread >> 5;
+
+    grid_dependency_launch();
+    grid_dependency_wait();
+
+    int32_t num_split = 0;
+    const int64_t max_tokens = args.max_pages * args.page_size;
+    for (int32_t first = 0; first < args.num_requests; first += THREADS) {
+        int32_t batch = first + thread;
+        bool is_split = false;
+        if (batch < args.num_requests) {
+            int32_t planned = args.counts[batch];
+            if (planned > 1)
+                is_split = kbmla_normalise_count(
+                               kbmla_num_tiles(kbmla_clamp_length(args.lengths[batch], max_tokens)),
+                               planned) > 1;
+        }
+        uint32_t ballot = __ballot_sync(0xFFFFFFFFu, is_split);
+        if (lane == 0)
+            warp_total[warp] = __popc(ballot);
+        __syncthreads();
+        int32_t at = num_split + __popc(ballot & ((1u << lane) - 1));
+        for (int w = 0; w < WARPS; w++) {
+            at += w < warp ? warp_total[w] : 0;
+            num_split += warp_total[w];
+        }
+        if (is_split)
+            requests[at] = batch;
+        __syncthreads();
+    }
+
+    const int32_t rows = params.sizes.rows, rows_per_tile = params.sizes.q_tile_rows;
+    for (int32_t task = (int32_t)blockIdx.x; task < num_split * rows * BANDS;
+         task += (int32_t)gridDim.x) {
+        const int32_t band = task % BANDS, row = task / BANDS % rows;
+        const int32_t batch = requests[task / BANDS / rows];
+        const int32_t planned = args.counts[batch];
+        const int32_t base = kbmla_checked_base(args.work[params.tail + batch], planned,
+                                                params.sizes.num_q_tiles,
+                                                params.sizes.max_partials);
+        if (base < 0)
+            continue; /* the same for the whole block */
+        const int32_t count = kbmla_normalise_count(
+            kbmla_num_tiles(kbmla_clamp_length(args.lengths[batch], max_tokens)), planned);
+        const int64_t first_row =
+            (int64_t)kbmla_partial_slot(base, row / rows_per_tile, planned, 0) * rows_per_tile +
+            row % rows_per_tile;
+        const float *partial_lse = reinterpret_cast<const float *>(
+            static_cast<const uint8_t *>(args.workspace) + params.sizes.partial_lse_offset);
+
+        /* count <= 256 = THREADS: thread i holds split i. A NaN lse must win the maximum. */
+        float lse = thread < count ? partial_lse[first_row + (int64_t)thread * rows_per_tile]
+                                   : -INFINITY;
+        float top = lse;
+        bool is_nan = lse != lse;
+        for (int step = 16; step > 0; step >>= 1)
+            top = fmaxf(top, __shfl_xor_sync(0xFFFFFFFFu, top, step));
+        if (lane == 0)
+            warp_stat[warp] = top;
+        is_nan = __syncthreads_or(is_nan);
+        for (int w = 0; w < WARPS; w++)
+            top = fmaxf(top, warp_stat[w]);
+        const float shift = top == -INFINITY ? 0.0f : top;
+        if (thread < count)
+            weight[thread] = is_nan ? NAN : exp2f(lse - shift);
+        __syncthreads();
+
+        float4 sum[VECTORS] = {};
+        for (int32_t split = warp; split < count; split += WARPS) {
+            float w = weight[split];
+            if (w == 0.0f)
+                continue;
+#pragma unroll
+            for (int v = 0; v < VECTORS; v++) {
+                float4 x = load_partial(params, first_row + (int64_t)split * rows_per_tile,
+                                        band * WIDTH + 128 * v + 4 * lane);
+                sum[v].x = fmaf(w, x.x, sum[v].x);
+                sum[v].y = fmaf(w, x.y, sum[v].y);
+                sum[v].z = fmaf(w, x.z, sum[v].z);
+                sum[v].w = fmaf(w, x.w, sum[v].w);
+            }
+        }
+#pragma unroll
+        for (int v = 0; v < VECTORS; v++)
+            warp_sum[warp][v][lane] = sum[v];
+        float total = 0.0f;
+        for (int32_t split = 0; split < count; split++)
+            total += weight[split];
+        __syncthreads();
+
+        const int32_t token = row / params.num_heads, head = row % params.num_heads;
+        if (warp < VECTORS) {
+            float4 merged = warp_sum[0][warp][lane];
+            for (int w = 1; w < WARPS; w++) {
+                float4 x = warp_sum[w][warp][lane];
+                merged.x += x.x;
+                merged.y += x.y;
+                merged.z += x.z;
+                merged.w += x.w;
+            }
+            const float scale = total == 0.0f ? 0.0f : params.output_scale / total;
+            __nv_bfloat162 low = __floats2bfloat162_rn(merged.x * scale, merged.y * scale);
+            __nv_bfloat162 high = __floats2bfloat162_rn(merged.z * scale, merged.w * scale);
+            __nv_bfloat16 *to = reinterpret_cast<__nv_bfloat16 *>(args.out) +
+                                batch * args.out_batch_stride + token * args.out_token_stride +
+                                head * args.out_head_stride + band * WIDTH + 128 * warp + 4 * lane;
+            *reinterpret_cast<uint2 *>(to) = make_uint2(*reinterpret_cast<uint32_t *>(&low),
+                                                        *reinterpret_cast<uint32_t *>(&high));
+        }
+        if (args.lse != NULL && band == 0 && thread == 0)
+            args.lse[batch * args.lse_batch_stride + token * args.lse_token_stride +
+                     head * args.lse_head_stride] = total == 0.0f ? -INFINITY : top + log2f(total);
+        __syncthreads(); /* weight and warp_sum are the next task's */
+    }
+}
+
+extern "C" kbmla_status kbmla_cuda_reduce(const kbmla_config *config, const kbmla_sizes *sizes,
+                                          const kbmla_decode_args *args,
+                                          struct CUstream_st *stream, kbmla_error *err) {
+    kbmla_cuda_device device;
+    FORWARD_IF_ERROR(kbmla_cuda_current_device(&device, err));
+    reduce_params params;
+    params.args = *args;
+    params.sizes = *sizes;
+    params.num_heads = config->num_heads;
+    params.tail = sizes->list_len - config->max_requests;
+    params.partial_fp16 = config->partial_fp16;
+    params.output_scale = (float)args->output_scale;
+    const int32_t bands = config->reducer_d_tiles;
+    const void *kernel = bands == 2 ? reinterpret_cast<const void *>(cuda_reduce_kernel<2>)
+                                    : reinterpret_cast<const void *>(cuda_reduce_kernel<1>);
+    /* No wider than the most that can be split has rows, in bands. */
+    const int64_t most = (int64_t)kbmla_min(sizes->max_extra, args->num_requests) * sizes->rows *
+                         bands;
+    const int32_t wave = device.num_sms * BLOCKS_PER_SM;
+    void *arguments[] = {&params};
+    return kbmla_cuda_launch(kernel, most < wave ? kbmla_max(1, (int32_t)most) : wave, THREADS, 0,
+                             args->pdl != 0 && device.has_pdl, arguments, stream, err);
+}

@@ -1,0 +1,166 @@
+"""The build on machines unlike this one: without a GPU, without nvcc, with other standards and job
+counts, in isolation. Everything runs in a copy of the sources, so the installed build stays."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import kbmla
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def need(program: str) -> str:
+    found = shutil.which(program)
+    if found is None:
+        pytest.skip(f"{program} is not installed")
+    return found
+
+
+def run(*command: str, cwd: Path = ROOT, **env: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command,
+        cwd=cwd,
+        env={**os.environ, **env},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory) -> Path:
+    """A copy of what a source distribution holds."""
+    if not (ROOT / "setup.py").exists():
+        pytest.skip("the sources are not beside the tests")
+    copy = tmp_path_factory.mktemp("sources")
+    skip = shutil.ignore_patterns("*.so", "__pycache__", "build")
+    shutil.copytree(ROOT / "csrc", copy / "csrc", ignore=skip)
+    shutil.copytree(ROOT / "kbmla", copy / "kbmla", ignore=skip)
+    for name in ("Makefile", "setup.py", "pyproject.toml", "README.md", "LICENSE"):
+        if (ROOT / name).exists():
+            shutil.copy(ROOT / name, copy / name)
+    return copy
+
+
+def has_cuda_kernels() -> bool:
+    return kbmla.build_info()["cuda kernels"] != "none"
+
+
+def test_43_build_without_a_gpu():
+    """pytorch#28955, #66333, fused-ssim#19: whether CUDA is built depends on nvcc, never on a
+    visible GPU, and build_info says which it was."""
+    assert kbmla.build_info()["cuda kernels"]
+    files = [ROOT / "setup.py", ROOT / "Makefile"]
+    for file in files:
+        if file.exists():
+            text = file.read_text()
+            assert "cuda.is_available" not in text, file
+            assert "get_device_capability" not in text, file
+    if not has_cuda_kernels():
+        with pytest.raises((NotImplementedError, RuntimeError, AssertionError)):
+            kbmla.BalancedMla(12, torch.device("cuda"), False).require(1, 1)
+
+
+@pytest.mark.slow
+def test_43_core_builds_alone(sources):
+    """The C core needs no torch, no Python and no nvcc: make and a C compiler."""
+    need("make")
+    need("gcc")
+    bare = {"CUDA_VISIBLE_DEVICES": "", "TORCH_CUDA_ARCH_LIST": "", "CFLAGS": "-O0"}
+    done = run("make", "lib", "-j2", "PYTHON=/nonexistent", "CFLAGS=-O0", cwd=sources, **bare)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert (sources / "build" / "libkbmla.a").stat().st_size > 0
+
+
+def test_44_architectures():
+    """FlashMLA#79, #128, cutlass#1874, lmdeploy#3806: kernels that need sm_90a are built for it."""
+    if not has_cuda_kernels():
+        pytest.skip("this build has no CUDA kernels")
+    cuobjdump = need("cuobjdump")
+    from kbmla import _lib
+
+    listing = run(cuobjdump, "--list-elf", _lib.lib._name).stdout
+    assert "sm_90a" in listing
+    assert "sm_80" in listing
+
+
+def test_45_parallel_jobs(sources):
+    """flash-attention#2493, flashinfer#3636: MAX_JOBS bounds the jobs of the build."""
+    need("make")
+    for jobs in ("1", "3"):
+        done = run("make", "-pn", "lib", cwd=sources, MAX_JOBS=jobs)
+        expanded = re.search(r"^JOBS \??:?= (.*)$", done.stdout, re.MULTILINE)
+        assert expanded, "the Makefile has no JOBS"
+        assert "MAX_JOBS" in expanded[1] or expanded[1] == jobs
+    assert 'environ.get("MAX_JOBS")' in (sources / "setup.py").read_text()
+
+
+def test_47_isolated_build(sources):
+    """pytorch#185698, tensordict#1581, uv#6437: without torch, as in an isolated build, one line
+    says what to do instead of a traceback."""
+    code = (
+        "import sys, runpy; sys.modules['torch'] = None; sys.argv = ['setup.py', '--version']\n"
+        "runpy.run_path('setup.py', run_name='__main__')"
+    )
+    done = run(sys.executable, "-c", code, cwd=sources)
+    assert done.returncode != 0
+    assert "--no-build-isolation" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+
+
+def test_47_no_torch_headers_below_the_binding():
+    """pytorch#185698: nothing that nvcc or a C compiler sees includes torch."""
+    if not (ROOT / "csrc").exists():
+        pytest.skip("the sources are not beside the tests")
+    for file in (ROOT / "csrc").rglob("*"):
+        if file.suffix in (".c", ".h", ".cu", ".cuh") and file.parent.name != "torch":
+            assert not re.search(r"#\s*include\s*[<\"](torch|ATen|c10|Python)", file.read_text()), (
+                file
+            )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("standard", ["c++17", "c++20"])
+def test_47_binding_in_either_standard(sources, standard):
+    """pytorch#185698, exllamav3#360: torch's stable headers and the binding compile as both."""
+    import sysconfig
+
+    from torch.utils.cpp_extension import include_paths
+
+    compiler = need("g++")
+    done = run(
+        compiler,
+        "-fsyntax-only",
+        f"-std={standard}",
+        "-Wall",
+        "-DPy_LIMITED_API=0x030a0000",
+        "-DTORCH_TARGET_VERSION=0x020a000000000000",
+        *(f"-I{path}" for path in (*include_paths(), sysconfig.get_paths()["include"])),
+        "csrc/torch/ops.cpp",
+        cwd=sources,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+@pytest.mark.parametrize("standard", ["c11", "c17"])
+def test_47_headers_in_either_standard(sources, standard, tmp_path):
+    """The public header compiles alone, as C and as C++."""
+    for compiler, std, name in (("gcc", standard, "use.c"), ("g++", "c++17", "use.cpp")):
+        use = tmp_path / name
+        use.write_text('#include "kbmla.h"\n#include "rules.h"\nint main(void) { return 0; }\n')
+        done = run(
+            need(compiler), "-fsyntax-only", f"-std={std}", "-Wall", "-Wextra", "-Werror",
+            f"-I{sources / 'csrc'}", str(use),
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr[-2000:]
