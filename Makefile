@@ -118,15 +118,27 @@ test-py: build
 
 # ---- torch-free C tests, under sanitizers -------------------------------------------------------
 
+TEST_HEADERS = $(wildcard tests/c/*.h)
+TEST_LIB = $(BUILD)/libkbmla-cpu.a
+
+# The C tests need no CUDA, and link without it.
+$(TEST_LIB): $(CORE_C:csrc/%.c=$(BUILD)/cpu-obj/%.o)
+	@rm -f $@
+	$(AR) rcs $@ $^
+
+$(BUILD)/cpu-obj/%.o: csrc/%.c $(HEADERS) Makefile
+	@mkdir -p $(@D)
+	$(CC) $(CFLAGS_COMMON) $(CFLAGS) $(call isa_flags,$*) -c $< -o $@
+
 $(BUILD)/asan/%.o: csrc/%.c $(HEADERS) Makefile
 	@mkdir -p $(@D)
 	$(CC) $(CFLAGS_COMMON) -O1 -fsanitize=$(SANITIZE) -fno-sanitize-recover=all $(call isa_flags,$*) -c $< -o $@
 
-$(BUILD)/test_core_asan: tests/c/test_core.c $(ASAN_OBJECTS)
-	$(CC) $(CFLAGS_COMMON) -O1 -fsanitize=$(SANITIZE) -fno-sanitize-recover=all $^ -o $@ -lm -lpthread
+$(BUILD)/test_core_asan: tests/c/test_core.c $(ASAN_OBJECTS) $(TEST_HEADERS)
+	$(CC) $(CFLAGS_COMMON) -O1 -fsanitize=$(SANITIZE) -fno-sanitize-recover=all $(filter-out %.h,$^) -o $@ -lm -lpthread
 
-$(BUILD)/test_core: tests/c/test_core.c $(LIB)
-	$(CC) $(CFLAGS_COMMON) -O2 -DKBMLA_COUNT_ALLOCATIONS -Wl,--wrap=malloc,--wrap=calloc,--wrap=realloc $^ -o $@ -lm -lpthread
+$(BUILD)/test_core: tests/c/test_core.c $(TEST_LIB) $(TEST_HEADERS)
+	$(CC) $(CFLAGS_COMMON) -O2 -DKBMLA_COUNT_ALLOCATIONS -Wl,--wrap=malloc,--wrap=calloc,--wrap=realloc $(filter-out %.h,$^) -o $@ -lm -lpthread
 
 test-c: $(BUILD)/test_core $(BUILD)/test_core_asan ## the torch-free C tests, plain and under ASan and UBSan
 	$(BUILD)/test_core
@@ -134,8 +146,8 @@ test-c: $(BUILD)/test_core $(BUILD)/test_core_asan ## the torch-free C tests, pl
 
 # ---- the rest -----------------------------------------------------------------------------------
 
-PY_SOURCES = kbmla tests benchmarks setup.py
-C_SOURCES  = $(CORE_C) $(HEADERS) $(wildcard csrc/torch/*.cpp) $(wildcard tests/c/*.c)
+PY_SOURCES = kbmla tests benchmarks tools setup.py
+C_SOURCES  = $(CORE_C) $(HEADERS) $(wildcard csrc/torch/*.cpp) $(wildcard csrc/cuda/*) $(wildcard tests/c/*.[ch])
 
 lint: venv ## clang-format, ruff, mypy
 	$(PYTHON) -m ruff check $(PY_SOURCES)

@@ -7,8 +7,8 @@
 enum {
     MAX_CAPACITY = 1 << 20,
     MAX_CLUSTERS = 1 << 12,
-    ROW_GRANULE = 8,      /* q tiles are cut at multiples of it: the step of a tensor-core tile */
-    PARTIAL_ALIGN = 256   /* bytes; start of partial_lse */
+    ROW_GRANULE = 8,    /* q tiles are cut at multiples of it: the step of a tensor-core tile */
+    PARTIAL_ALIGN = 256 /* bytes; start of partial_lse */
 };
 
 static kbmla_status check_range(kbmla_error *err, const char *name, int32_t value, int32_t least,
@@ -37,12 +37,10 @@ kbmla_status kbmla_config_check(const kbmla_config *config, kbmla_error *err) {
     RETURN_IF(config->num_heads * config->q_len > KBMLA_MAX_ROWS, err, KBMLA_INVALID_ARGUMENT,
               "q: expected heads * q <= %d, got %d * %d", KBMLA_MAX_ROWS, config->num_heads,
               config->q_len);
-    FORWARD_IF_ERROR(
-        check_range(err, "requests", config->max_requests, 1, KBMLA_MAX_REQUESTS));
+    FORWARD_IF_ERROR(check_range(err, "requests", config->max_requests, 1, KBMLA_MAX_REQUESTS));
     FORWARD_IF_ERROR(check_range(err, "clusters", config->num_clusters, 1, MAX_CLUSTERS));
     FORWARD_IF_ERROR(check_range(err, "capacity", config->capacity, 0, MAX_CAPACITY));
-    FORWARD_IF_ERROR(
-        check_range(err, "min_split_tokens", config->min_split_tokens, 1, INT32_MAX));
+    FORWARD_IF_ERROR(check_range(err, "min_split_tokens", config->min_split_tokens, 1, INT32_MAX));
     FORWARD_IF_ERROR(check_range(err, "policy", config->policy, 0, KBMLA_POLICY_FIXED));
     FORWARD_IF_ERROR(check_range(err, "backend", config->backend, 0, KBMLA_BACKEND_SM90));
     FORWARD_IF_ERROR(check_range(err, "causal", config->causal, 0, 1));
@@ -78,8 +76,7 @@ kbmla_status kbmla_config_sizes(const kbmla_config *config, kbmla_sizes *sizes, 
     sizes->q_tile_rows = kbmla_ceil_div(even, ROW_GRANULE) * ROW_GRANULE;
     sizes->max_extra =
         limit_extra(config->capacity, tiles, config->num_clusters, sizes->q_tile_rows);
-    sizes->list_len =
-        tiles + sizes->max_extra + config->num_clusters + config->max_requests;
+    sizes->list_len = tiles + sizes->max_extra + config->num_clusters + config->max_requests;
     sizes->max_partials = kbmla_min(2 * sizes->max_extra, tiles + sizes->max_extra);
 
     int64_t slot_rows = (int64_t)sizes->max_partials * sizes->q_tile_rows;

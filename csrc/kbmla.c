@@ -41,7 +41,9 @@ const char *kbmla_status_name(kbmla_status status) {
 #define CUDA_KERNELS "none"
 #endif
 
-const char *kbmla_built_with(void) { return "compiler=" COMPILER "; cuda kernels=" CUDA_KERNELS; }
+const char *kbmla_built_with(void) {
+    return "compiler=" COMPILER "; cuda kernels=" CUDA_KERNELS;
+}
 
 kbmla_status kbmla_fail(kbmla_error *err, kbmla_status status, const char *format, ...) {
     if (err != NULL) {
@@ -90,8 +92,7 @@ static kbmla_status check_requests(kbmla_error *err, int32_t num_requests, int32
 }
 
 static kbmla_status check_plan_buffers(kbmla_error *err, const kbmla_sizes *sizes,
-                                       int32_t num_requests, int64_t counts_len,
-                                       int64_t work_len) {
+                                       int32_t num_requests, int64_t counts_len, int64_t work_len) {
     RETURN_IF(counts_len < num_requests, err, KBMLA_BUFFER_TOO_SMALL,
               "counts: expected at least %d elements, got %lld", num_requests,
               (long long)counts_len);
@@ -102,8 +103,8 @@ static kbmla_status check_plan_buffers(kbmla_error *err, const kbmla_sizes *size
 }
 
 static kbmla_status check_stride(kbmla_error *err, const char *name, int64_t stride) {
-    RETURN_IF(stride < 0, err, KBMLA_INVALID_ARGUMENT,
-              "%s: expected strides >= 0, got %lld", name, (long long)stride);
+    RETURN_IF(stride < 0, err, KBMLA_INVALID_ARGUMENT, "%s: expected strides >= 0, got %lld", name,
+              (long long)stride);
     return KBMLA_OK;
 }
 
@@ -133,8 +134,8 @@ static kbmla_status check_written(kbmla_error *err, const kbmla_config *config,
     const int64_t lse[3] = {args->lse_batch_stride, args->lse_token_stride, args->lse_head_stride};
     FORWARD_IF_ERROR(check_pointer(err, "out", args->out));
     RETURN_IF(!is_non_overlapping(size, out, KBMLA_HEAD_DIM_V), err, KBMLA_INVALID_ARGUMENT,
-              "out: expected strides without overlap, got (%lld, %lld, %lld, 1)",
-              (long long)out[0], (long long)out[1], (long long)out[2]);
+              "out: expected strides without overlap, got (%lld, %lld, %lld, 1)", (long long)out[0],
+              (long long)out[1], (long long)out[2]);
     RETURN_IF(args->lse != NULL && !is_non_overlapping(size, lse, 1), err, KBMLA_INVALID_ARGUMENT,
               "lse: expected strides without overlap, got (%lld, %lld, %lld)", (long long)lse[0],
               (long long)lse[1], (long long)lse[2]);
@@ -162,8 +163,8 @@ static kbmla_status check_scale(kbmla_error *err, const char *name, double scale
 static kbmla_status check_merge(kbmla_error *err, const kbmla_config *config,
                                 const kbmla_sizes *sizes, const kbmla_decode_args *args) {
     FORWARD_IF_ERROR(check_requests(err, args->num_requests, config->max_requests));
-    FORWARD_IF_ERROR(check_plan_buffers(err, sizes, args->num_requests, args->counts_len,
-                                        args->work_len));
+    FORWARD_IF_ERROR(
+        check_plan_buffers(err, sizes, args->num_requests, args->counts_len, args->work_len));
     FORWARD_IF_ERROR(check_scale(err, "output_scale", args->output_scale));
     RETURN_IF(args->page_size < 1 || args->page_size > KBMLA_MAX_PAGE_SIZE ||
                   (args->page_size & (args->page_size - 1)) != 0,
@@ -220,8 +221,8 @@ kbmla_status kbmla_plan(const kbmla_config *config, const kbmla_plan_args *args,
     kbmla_sizes sizes;
     FORWARD_IF_ERROR(kbmla_config_sizes(config, &sizes, err));
     FORWARD_IF_ERROR(check_requests(err, args->num_requests, config->max_requests));
-    FORWARD_IF_ERROR(check_plan_buffers(err, &sizes, args->num_requests, args->counts_len,
-                                        args->work_len));
+    FORWARD_IF_ERROR(
+        check_plan_buffers(err, &sizes, args->num_requests, args->counts_len, args->work_len));
     FORWARD_IF_ERROR(check_pointer(err, "work", args->work));
     if (args->num_requests > 0) {
         FORWARD_IF_ERROR(check_pointer(err, "lengths", args->lengths));
@@ -268,6 +269,5 @@ kbmla_status kbmla_reduce(const kbmla_config *config, const kbmla_decode_args *a
     const struct kbmla_backend_table *backend = backend_of(config);
     RETURN_IF(backend == NULL, err, KBMLA_UNSUPPORTED, "backend %d is not in this build",
               config->backend);
-    return args->num_requests == 0 ? KBMLA_OK
-                                   : backend->reduce(config, &sizes, args, stream, err);
+    return args->num_requests == 0 ? KBMLA_OK : backend->reduce(config, &sizes, args, stream, err);
 }

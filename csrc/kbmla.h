@@ -27,9 +27,9 @@ extern "C" {
 #define KBMLA_TILE_TOKENS 128   /* KV tokens of one tile: split points are multiples of it */
 #define KBMLA_MAX_TILE_ROWS 128 /* query rows (token * heads + head) of one q tile, at most */
 #define KBMLA_MAX_HEADS 128
-#define KBMLA_MAX_ROWS 1024    /* heads * q_len, at most */
+#define KBMLA_MAX_ROWS 1024     /* heads * q_len, at most */
 #define KBMLA_MAX_PAGE_SIZE 256 /* tokens; every power of two from 1 up to it */
-#define KBMLA_MAX_SPLITS 256   /* splits of one request: 8 bits of a work entry */
+#define KBMLA_MAX_SPLITS 256    /* splits of one request: 8 bits of a work entry */
 #define KBMLA_MAX_REQUESTS 1024
 
 /* ------------------------------------------------------------------ status */
@@ -83,17 +83,16 @@ typedef struct kbmla_config {
     float p_scale;            /* power of two in 1..256, factor of P before its E4M3 rounding */
 } kbmla_config;
 
-#define KBMLA_CONFIG_INIT                                                                          \
-    { sizeof(kbmla_config), 0, 0, 0, 0, 0, 256, 0, 0, 1, 0, 1, 1.0f }
+#define KBMLA_CONFIG_INIT {sizeof(kbmla_config), 0, 0, 0, 0, 0, 256, 0, 0, 1, 0, 1, 1.0f}
 
 /* Sizes that follow from a config alone. */
 typedef struct kbmla_sizes {
-    int32_t rows;             /* num_heads * q_len */
-    int32_t num_q_tiles;      /* ceil(rows / 128) */
-    int32_t q_tile_rows;      /* rows of a q tile: rows spread evenly, a multiple of 8 */
-    int32_t max_extra;        /* entries beyond one per (request, q tile), capacity after limits */
-    int32_t list_len;         /* int32 elements of work */
-    int32_t max_partials;     /* slots of the workspace, one per entry of a split request */
+    int32_t rows;         /* num_heads * q_len */
+    int32_t num_q_tiles;  /* ceil(rows / 128) */
+    int32_t q_tile_rows;  /* rows of a q tile: rows spread evenly, a multiple of 8 */
+    int32_t max_extra;    /* entries beyond one per (request, q tile), capacity after limits */
+    int32_t list_len;     /* int32 elements of work */
+    int32_t max_partials; /* slots of the workspace, one per entry of a split request */
     int64_t partial_lse_offset; /* bytes from the start of the workspace */
     int64_t workspace_bytes;
 } kbmla_sizes;
@@ -143,41 +142,41 @@ kbmla_status kbmla_plan(const kbmla_config *config, const kbmla_plan_args *args,
 /* ------------------------------------------------------------------ decode and reduce */
 
 typedef struct kbmla_decode_args {
-    int32_t num_requests;        /* B; the same as in the plan */
-    const uint8_t *query;        /* [B, q_len, heads, 576] e4m3 */
+    int32_t num_requests; /* B; the same as in the plan */
+    const uint8_t *query; /* [B, q_len, heads, 576] e4m3 */
     int64_t query_batch_stride;
     int64_t query_token_stride;
     int64_t query_head_stride;
-    const uint8_t *cache;        /* [num_pages, page_size, 576] e4m3 */
+    const uint8_t *cache; /* [num_pages, page_size, 576] e4m3 */
     int64_t num_pages;
     int64_t page_size;
     int64_t cache_page_stride;
     int64_t cache_row_stride;
-    const int32_t *block_table;  /* [B, max_pages]; columns past a request's pages are not read */
+    const int32_t *block_table; /* [B, max_pages]; columns past a request's pages are not read */
     int64_t max_pages;
     int64_t block_table_stride;
-    const int32_t *lengths;      /* [B]; a length past max_pages * page_size counts as that */
-    const int32_t *causal_lens;  /* [B] global lengths under DCP; NULL when cp_world is 1 */
+    const int32_t *lengths;     /* [B]; a length past max_pages * page_size counts as that */
+    const int32_t *causal_lens; /* [B] global lengths under DCP; NULL when cp_world is 1 */
     int32_t cp_world;
     int32_t cp_rank;
     int32_t cp_interleave;
-    double softmax_scale;        /* of the raw scores; finite, > 0 */
-    double output_scale;         /* of the output; finite, > 0 */
-    const int32_t *counts;       /* [counts_len] from the plan */
-    const int32_t *work;         /* [work_len] from the plan */
+    double softmax_scale;  /* of the raw scores; finite, > 0 */
+    double output_scale;   /* of the output; finite, > 0 */
+    const int32_t *counts; /* [counts_len] from the plan */
+    const int32_t *work;   /* [work_len] from the plan */
     int64_t counts_len;
     int64_t work_len;
-    void *workspace;             /* workspace_bytes, 16-byte aligned, any content */
+    void *workspace; /* workspace_bytes, 16-byte aligned, any content */
     int64_t workspace_bytes;
-    uint16_t *out;               /* [B, q_len, heads, 512] bf16, every element written */
+    uint16_t *out; /* [B, q_len, heads, 512] bf16, every element written */
     int64_t out_batch_stride;
     int64_t out_token_stride;
     int64_t out_head_stride;
-    float *lse;                  /* [B, q_len, heads] log2 of the sum of exponentials, or NULL */
+    float *lse; /* [B, q_len, heads] log2 of the sum of exponentials, or NULL */
     int64_t lse_batch_stride;
     int64_t lse_token_stride;
     int64_t lse_head_stride;
-    int32_t pdl;                 /* CUDA: 1 chains the kernels by programmatic dependent launch */
+    int32_t pdl; /* CUDA: 1 chains the kernels by programmatic dependent launch */
     kbmla_parallel_for parallel_for; /* CPU: NULL is serial */
     void *parallel_pool;
 } kbmla_decode_args;

@@ -30,16 +30,17 @@ enum {
     KBMLA_PLAN_SORT_CLASSES = 64 /* of the final order */
 };
 
-/* Prices, in nanoseconds on an H200 at 1.7 GHz. [m] measured, [d] derived from measurements. */
+/* Prices, in nanoseconds on an H200 at 1.7 GHz. [m] measured, [d] derived from
+ * measurements or estimated, to be tuned again on the finished kernels. */
 enum {
-    KBMLA_PLAN_MEMORY_NS = 2116,     /* [m] 128 tokens for each of 132 SMs at 4.6 TB/s */
-    KBMLA_PLAN_COMPUTE_NS = 1024,    /* [m] main loop over 128 tokens, 870 clk per 64 tokens ... */
-    KBMLA_PLAN_COMPUTE_ROW_NS = 19,  /* [m] ... and 16 clk per query row of the CTA */
-    KBMLA_PLAN_SWITCH_NS = 650,      /* [d] between two entries: drain, query, first KV tile */
-    KBMLA_PLAN_STORE_ALL_NS = 56,    /* [m] FP32 partial row, 2 KB, while all SMs store: 36 GB/s */
-    KBMLA_PLAN_STORE_ROW_NS = 28,    /* [d] ... while at most half of them do */
-    KBMLA_PLAN_REDUCE_NS = 600,      /* [d] a reduce with work against one without */
-    KBMLA_PLAN_REDUCE_ROW_PS = 410   /* [m] FP32 partial row read back at 5 TB/s by the card */
+    KBMLA_PLAN_MEMORY_NS = 2116,    /* [m] 128 tokens for each of 132 SMs at 4.6 TB/s */
+    KBMLA_PLAN_COMPUTE_NS = 1024,   /* [d] main loop over 128 tokens, line through the clocks */
+    KBMLA_PLAN_COMPUTE_ROW_NS = 19, /* [d] ... measured at 16 to 64 query rows of a CTA */
+    KBMLA_PLAN_SWITCH_NS = 650,     /* [d] between two entries: drain, query, first KV tile */
+    KBMLA_PLAN_STORE_ALL_NS = 56,   /* [m] FP32 partial row, 2 KB, while all SMs store: 36 GB/s */
+    KBMLA_PLAN_STORE_ROW_NS = 28,   /* [d] ... while at most half of them do */
+    KBMLA_PLAN_REDUCE_NS = 600,     /* [d] a reduce with work against one without */
+    KBMLA_PLAN_REDUCE_ROW_PS = 410  /* [d] FP32 partial row at 5 TB/s; 4 to 6.8 measured */
 };
 
 /* One way to cut. The piece aimed at is p = mean work per cluster * piece / 32. */
@@ -74,8 +75,8 @@ typedef struct kbmla_plan_rule {
 
 /* What a step's lengths give before any candidate is looked at. */
 typedef struct kbmla_plan_step {
-    int64_t work;      /* tiles of all requests * q tiles */
-    int32_t max_tiles; /* of a request */
+    int64_t work;         /* tiles of all requests * q tiles */
+    int32_t max_tiles;    /* of a request */
     int32_t weight_shift; /* entry weights are 16ths of a tile >> weight_shift: sums fit 30 bits */
 } kbmla_plan_step;
 
@@ -87,7 +88,7 @@ KBMLA_HOST_DEVICE int32_t kbmla_plan_weight_shift(int64_t work) {
     return shift;
 }
 
-/* ------------------------------------------------------------------ division by a uniform number */
+/* ------------------------------------------------------------------ division by one number */
 
 typedef struct kbmla_divisor {
     uint32_t divisor;
@@ -95,8 +96,8 @@ typedef struct kbmla_divisor {
 } kbmla_divisor;
 
 KBMLA_HOST_DEVICE kbmla_divisor kbmla_make_divisor(uint32_t divisor) {
-    kbmla_divisor result = {divisor, divisor > 1 ? (uint32_t)(((uint64_t)1 << 32) / divisor)
-                                                 : UINT32_MAX};
+    kbmla_divisor result = {divisor,
+                            divisor > 1 ? (uint32_t)(((uint64_t)1 << 32) / divisor) : UINT32_MAX};
     return result;
 }
 
@@ -148,7 +149,9 @@ KBMLA_HOST_DEVICE kbmla_divisor kbmla_plan_piece(const kbmla_plan_rule *rule,
         int64_t parts = (int64_t)kbmla_min(rule->num_clusters, kbmla_max(rule->max_extra, 1)) * 32;
         piece = (step->work * rule->candidates[candidate].piece + parts - 1) / parts;
     }
-    piece = piece < step->max_tiles ? piece : step->max_tiles;
+    /* Past the longest request a piece still says which requests a dither cuts. */
+    int64_t most = 4 * (int64_t)step->max_tiles;
+    piece = piece < most ? piece : most;
     return kbmla_make_divisor(
         (uint32_t)(piece > rule->min_tiles ? piece : (int64_t)rule->min_tiles));
 }
@@ -178,9 +181,9 @@ KBMLA_HOST_DEVICE int32_t kbmla_plan_count(const kbmla_plan_rule *rule, int32_t 
 
 /* What a pass over the requests sums up for one candidate. */
 typedef struct kbmla_plan_sums {
-    int32_t entries;   /* q tiles included, as in all that follow */
-    int32_t slots;     /* of split requests */
-    int32_t weight;    /* of all entries */
+    int32_t entries;                           /* q tiles included, as in all that follow */
+    int32_t slots;                             /* of split requests */
+    int32_t weight;                            /* of all entries */
     int32_t class_entries[KBMLA_PLAN_CLASSES]; /* class 0 holds the lightest */
     int32_t class_weight[KBMLA_PLAN_CLASSES];
 } kbmla_plan_sums;
@@ -201,13 +204,12 @@ KBMLA_HOST_DEVICE int32_t kbmla_plan_class(kbmla_divisor piece, int32_t per) {
     return index < KBMLA_PLAN_CLASSES ? (int32_t)index : KBMLA_PLAN_CLASSES - 1;
 }
 
-/* Adds request `batch`. Sums are in any order: on a device these are atomics of one warp. */
-KBMLA_HOST_DEVICE void kbmla_plan_add(const kbmla_plan_rule *rule, const kbmla_plan_step *step,
-                                      int32_t candidate, kbmla_divisor piece, int32_t batch,
-                                      int32_t tiles, kbmla_plan_sums *sums) {
-    int32_t count = kbmla_plan_count(rule, candidate, piece, batch, tiles);
-    int32_t per = kbmla_ceil_div(tiles, count);
-    int32_t entries = count * rule->num_q_tiles;
+/* Adds `entries` splits of `per` tiles of each q tile. */
+KBMLA_HOST_DEVICE void kbmla_plan_add_entries(const kbmla_plan_rule *rule,
+                                              const kbmla_plan_step *step, kbmla_divisor piece,
+                                              int32_t per, int32_t count, int32_t splits,
+                                              kbmla_plan_sums *sums) {
+    int32_t entries = splits * rule->num_q_tiles;
     int32_t weight = kbmla_plan_weight(rule, step, per, count) * entries;
     int32_t index = kbmla_plan_class(piece, per);
     sums->entries += entries;
@@ -215,6 +217,17 @@ KBMLA_HOST_DEVICE void kbmla_plan_add(const kbmla_plan_rule *rule, const kbmla_p
     sums->weight += weight;
     sums->class_entries[index] += entries;
     sums->class_weight[index] += weight;
+}
+
+/* Adds request `batch`: its last split, which may be shorter, apart from the others. Sums may be
+ * formed in any order: on a device these are atomics of one warp. */
+KBMLA_HOST_DEVICE void kbmla_plan_add(const kbmla_plan_rule *rule, const kbmla_plan_step *step,
+                                      int32_t candidate, kbmla_divisor piece, int32_t batch,
+                                      int32_t tiles, kbmla_plan_sums *sums) {
+    int32_t count = kbmla_plan_count(rule, candidate, piece, batch, tiles);
+    int32_t per = kbmla_ceil_div(tiles, count);
+    kbmla_plan_add_entries(rule, step, piece, per, count, count - 1, sums);
+    kbmla_plan_add_entries(rule, step, piece, tiles - per * (count - 1), count, 1, sums);
 }
 
 /* ------------------------------------------------------------------ placement
@@ -277,8 +290,7 @@ KBMLA_HOST_DEVICE int32_t kbmla_plan_fullest(const kbmla_plan_sums *sums, int32_
 
 /* Price of a candidate in weights; INT32_MAX where it does not fit. Time is taken as that of a full
  * wave for the mean load, and beyond it as that of clusters which no longer share the memory. */
-KBMLA_HOST_DEVICE int32_t kbmla_plan_price(const kbmla_plan_rule *rule,
-                                           const kbmla_plan_step *step,
+KBMLA_HOST_DEVICE int32_t kbmla_plan_price(const kbmla_plan_rule *rule, const kbmla_plan_step *step,
                                            const kbmla_plan_sums *sums) {
     int32_t extra = sums->entries - rule->num_requests * rule->num_q_tiles;
     if (extra > rule->max_extra || sums->slots > rule->max_partials)
@@ -298,7 +310,28 @@ KBMLA_HOST_DEVICE int32_t kbmla_plan_price(const kbmla_plan_rule *rule,
 
 /* ------------------------------------------------------------------ final order */
 
-/* Sort class of a request's entries, 0 first; `longest` is that of the longest entry's tiles. The
+/* The order is one of groups: group 2 * batch holds all splits of a request but the last, group
+ * 2 * batch + 1 the last one. */
+typedef struct kbmla_plan_group {
+    int32_t batch;
+    int32_t first_split;
+    int32_t num_splits; /* 0 for the first group of an unsplit request */
+    int32_t per;        /* tiles of each */
+} kbmla_plan_group;
+
+KBMLA_HOST_DEVICE kbmla_plan_group kbmla_plan_group_of(int32_t index, int32_t tiles,
+                                                       int32_t count) {
+    int32_t per = kbmla_ceil_div(tiles, count), is_last = index & 1;
+    kbmla_plan_group group = {index >> 1, 0, count - 1, per};
+    if (is_last) {
+        group.first_split = count - 1;
+        group.num_splits = 1;
+        group.per = tiles - per * (count - 1);
+    }
+    return group;
+}
+
+/* Sort class of a group's entries, 0 first; `longest` is that of the longest entry's tiles. The
  * stock rule keeps the order of the batch. */
 KBMLA_HOST_DEVICE int32_t kbmla_plan_sort_class(const kbmla_plan_rule *rule, kbmla_divisor longest,
                                                 int32_t per) {
@@ -333,21 +366,24 @@ static inline int32_t kbmla_plan_tile_ns(int32_t memory_ns, int32_t compute_ns) 
  * half of it. Large batches are even by the number of their requests and gain from short pieces.
  */
 static const kbmla_plan_candidate kbmla_plan_wide[] = {
-    {35, 0, 0, 11, 0}, {34, 0, 8, 0, 0}, {21, 0, 0, 0, 0}, {38, 0, 0, 0, 0}, {38, 0, 8, 13, 0},
-    {28, 0, 0, 11, 0}, {38, 0, 8, 0, 0}, {34, 0, 0, 0, 0}, {18, -4, 8, 0, 0}, {17, 0, 8, 0, 11},
-    {37, 0, 0, 11, 0}, {33, 0, 2, 0, 0}, {34, 0, 0, 14, 0}, {25, 0, 2, 0, 0}, {36, 0, 0, 0, 0},
-    {21, 0, 2, 0, 0}, {37, 0, 0, 13, 0}, {37, 0, 8, 13, 6}, {36, 0, 8, 0, 11}, {27, 0, 8, 0, 0},
-    {35, 0, 0, 14, 0}, {38, 0, 8, 13, 11}, {26, -4, 8, 0, 0}, {10, 0, 0, 0, 0}, {37, 0, 4, 12, 0},
-    {33, 0, 8, 13, 6}, {35, -4, 8, 0, 8}, {26, 0, 0, 11, 0},
+    {35, 0, 0, 11, 0}, {34, 0, 8, 0, 0},  {25, 0, 2, 0, 0},  {34, 0, 0, 0, 0},   {37, 0, 8, 13, 0},
+    {28, 0, 0, 11, 0}, {20, 0, 0, 11, 0}, {38, 0, 8, 0, 0},  {38, 0, 4, 12, 0},  {33, 0, 8, 13, 11},
+    {36, 0, 8, 13, 6}, {23, 0, 0, 0, 0},  {38, 0, 0, 0, 0},  {35, 0, 8, 13, 11}, {12, 0, 2, 0, 0},
+    {17, -4, 0, 0, 0}, {44, 0, 8, 0, 11}, {14, 0, 0, 0, 0},  {32, 0, 0, 0, 0},   {21, 0, 0, 0, 0},
+    {34, 0, 0, 13, 0}, {33, 0, 0, 14, 0}, {37, 0, 0, 11, 0}, {37, 0, 8, 13, 6},  {18, -4, 8, 0, 0},
+    {35, 0, 0, 0, 0},  {34, 0, 8, 0, 6},  {20, 0, 2, 0, 0},  {36, 0, 0, 14, 0},  {37, 0, 0, 13, 0},
 };
 static const kbmla_plan_candidate kbmla_plan_narrow[] = {
-    {36, 0, 0, 13, 0}, {16, -4, 0, 0, 0}, {35, 0, 0, 0, 0}, {40, 0, 0, 0, 0}, {18, 0, 0, 13, 0},
-    {33, 0, 0, 0, 0}, {26, -4, 0, 0, 0}, {12, 0, 0, 13, 0}, {17, 0, 0, 13, 0}, {34, 0, 0, 0, 0},
-    {32, 0, 2, 0, 0}, {17, -4, 4, 0, 0}, {31, -4, 4, 0, 0}, {34, 0, 0, 13, 0},
+    {35, 0, 0, 11, 0}, {17, -4, 4, 0, 0}, {32, 0, 8, 0, 6},  {39, 0, 0, 0, 0},  {21, 0, 8, 0, 6},
+    {33, 0, 0, 0, 0},  {16, -4, 0, 0, 0}, {25, 0, 4, 12, 0}, {34, 0, 0, 11, 0}, {18, 0, 0, 13, 0},
+    {36, 0, 0, 0, 0},  {12, 0, 0, 13, 0}, {17, 0, 0, 13, 0}, {34, 0, 8, 0, 6},  {33, 0, 0, 14, 0},
+    {26, -4, 0, 0, 0}, {37, -4, 8, 0, 0}, {31, -4, 4, 0, 0}, {35, 0, 0, 13, 0}, {32, -4, 8, 0, 0},
+    {30, 0, 8, 0, 0},  {38, 0, 8, 0, 6},  {36, 0, 8, 13, 6}, {37, 0, 8, 13, 0},
 };
 static const kbmla_plan_candidate kbmla_plan_large[] = {
-    {22, 0, 0, 0, 0}, {15, 0, 2, 0, 0}, {12, 0, 4, 0, 0}, {36, 0, 2, 0, 0}, {13, 0, 2, 0, 0},
-    {24, 0, 0, 0, 0}, {11, 0, 2, 0, 0}, {18, 0, 0, 0, 0},
+    {22, 0, 0, 0, 0}, {12, 0, 2, 0, 0}, {15, 0, 2, 0, 0}, {11, 0, 4, 0, 0},
+    {32, 0, 4, 0, 0}, {21, 0, 4, 0, 0}, {13, 0, 0, 0, 0}, {31, 0, 2, 0, 0},
+    {15, 0, 0, 0, 0}, {24, 0, 0, 0, 0}, {40, 0, 4, 0, 0}, {12, 0, 0, 0, 0},
 };
 
 /* Fills the candidates of a step of `num_requests`. Their number keeps the pairs (candidate,
@@ -355,13 +391,13 @@ static const kbmla_plan_candidate kbmla_plan_large[] = {
 static inline void kbmla_plan_set_candidates(kbmla_plan_rule *rule, int32_t q_tile_rows) {
     int32_t requests = rule->num_requests;
     const kbmla_plan_candidate *from = kbmla_plan_large;
-    int32_t number = requests <= 512 ? 8 : 4;
+    int32_t number = requests <= 256 ? 12 : requests <= 512 ? 8 : 4;
     if (requests <= 128 && q_tile_rows > 64) {
         from = kbmla_plan_wide;
-        number = requests <= 64 ? 28 : 20;
+        number = requests <= 64 ? 30 : 20;
     } else if (requests <= 128) {
         from = kbmla_plan_narrow;
-        number = 14;
+        number = requests <= 64 ? 24 : 14;
     }
     const kbmla_plan_candidate uncut = {0, 0, 0, 0, 0};
     rule->num_candidates = 2 + number;
@@ -370,8 +406,7 @@ static inline void kbmla_plan_set_candidates(kbmla_plan_rule *rule, int32_t q_ti
 }
 
 static inline kbmla_plan_rule kbmla_make_plan_rule(const kbmla_config *config,
-                                                   const kbmla_sizes *sizes,
-                                                   int32_t num_requests) {
+                                                   const kbmla_sizes *sizes, int32_t num_requests) {
     kbmla_plan_rule rule;
     int32_t q_tiles = sizes->num_q_tiles;
     int32_t all_tiles = kbmla_max(num_requests, 1) * q_tiles;
@@ -397,13 +432,14 @@ static inline kbmla_plan_rule kbmla_make_plan_rule(const kbmla_config *config,
     int32_t compute_ns = KBMLA_PLAN_COMPUTE_NS + KBMLA_PLAN_COMPUTE_ROW_NS * cta_rows;
     int32_t tile_ns = kbmla_plan_tile_ns(memory_ns, compute_ns);
     int32_t partial_ns = KBMLA_PLAN_STORE_ROW_NS * cta_rows / (config->partial_fp16 ? 2 : 1);
-    int32_t slot_ps = KBMLA_PLAN_REDUCE_ROW_PS * sizes->q_tile_rows / (config->partial_fp16 ? 2 : 1);
+    int32_t slot_ps =
+        KBMLA_PLAN_REDUCE_ROW_PS * sizes->q_tile_rows / (config->partial_fp16 ? 2 : 1);
     rule.direct_cost =
         16 * (KBMLA_PLAN_SWITCH_NS + KBMLA_PLAN_STORE_ROW_NS * cta_rows / 2) / tile_ns;
     rule.partial_cost = 16 * (KBMLA_PLAN_SWITCH_NS + partial_ns) / tile_ns;
     rule.tail_256 = kbmla_min(256, 256 * compute_ns / tile_ns);
-    int32_t store_all_ns = partial_ns * (KBMLA_PLAN_STORE_ALL_NS - KBMLA_PLAN_STORE_ROW_NS) /
-                           KBMLA_PLAN_STORE_ROW_NS;
+    int32_t store_all_ns =
+        partial_ns * (KBMLA_PLAN_STORE_ALL_NS - KBMLA_PLAN_STORE_ROW_NS) / KBMLA_PLAN_STORE_ROW_NS;
     rule.store_cost = 16 * store_all_ns / tile_ns;
     rule.reduce_cost = 16 * KBMLA_PLAN_REDUCE_NS / tile_ns;
     rule.slot_cost_256 = (int32_t)((int64_t)slot_ps * 16 * 256 / 1000 / tile_ns);

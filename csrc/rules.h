@@ -16,17 +16,22 @@
 #define KBMLA_HOST_DEVICE static inline
 #endif
 
-KBMLA_HOST_DEVICE int32_t kbmla_min(int32_t a, int32_t b) { return a < b ? a : b; }
-KBMLA_HOST_DEVICE int32_t kbmla_max(int32_t a, int32_t b) { return a > b ? a : b; }
+KBMLA_HOST_DEVICE int32_t kbmla_min(int32_t a, int32_t b) {
+    return a < b ? a : b;
+}
+KBMLA_HOST_DEVICE int32_t kbmla_max(int32_t a, int32_t b) {
+    return a > b ? a : b;
+}
 /* a >= 0, b > 0. Written so that it cannot overflow for any int32 a. */
-KBMLA_HOST_DEVICE int32_t kbmla_ceil_div(int32_t a, int32_t b) { return a / b + (a % b != 0); }
+KBMLA_HOST_DEVICE int32_t kbmla_ceil_div(int32_t a, int32_t b) {
+    return a / b + (a % b != 0);
+}
 
 /* ------------------------------------------------------------------ query rows
  * Rows of a request are packed row = token * heads + head and cut into q tiles of q_tile_rows. */
 
 /* Rows of `q_tile` that exist: q_tile_rows but for the last tile. */
-KBMLA_HOST_DEVICE int32_t kbmla_tile_valid_rows(int32_t rows, int32_t q_tile_rows,
-                                                int32_t q_tile) {
+KBMLA_HOST_DEVICE int32_t kbmla_tile_valid_rows(int32_t rows, int32_t q_tile_rows, int32_t q_tile) {
     return kbmla_min(q_tile_rows, rows - q_tile * q_tile_rows);
 }
 
@@ -80,8 +85,10 @@ KBMLA_HOST_DEVICE kbmla_split_range kbmla_split_bounds(int32_t tiles, int32_t co
         int32_t wanted = kbmla_min(kbmla_max(count, 1), kbmla_min(tiles, KBMLA_MAX_SPLITS));
         int32_t per = kbmla_ceil_div(tiles, wanted);
         range.count = kbmla_ceil_div(tiles, per);
-        range.begin_tile = kbmla_min(split * per, tiles);
-        range.end_tile = kbmla_min(range.begin_tile + per, tiles);
+        if (split < range.count) {
+            range.begin_tile = split * per;
+            range.end_tile = range.begin_tile + kbmla_min(per, tiles - range.begin_tile);
+        }
     }
     return range;
 }

@@ -16,6 +16,7 @@ from torch import Tensor
 from . import picture, reference, workloads
 from ._lib import build_info
 from .balanced import BalancedMla, supported
+from .core import P_SCALE
 
 __all__ = [
     "LSE_BOUND",
@@ -290,7 +291,7 @@ def demo(
             query = step.batch.query
             inputs = (query, batch.cache, batch.block_table, batch.lengths, step.scales)
             truth = reference.attention(*inputs)
-            rule, _ = reference.e4m3_model(*inputs, counts=torch.tensor(counts))
+            rule, _ = reference.e4m3_model(*inputs, counts=torch.tensor(counts), p_scale=P_SCALE)
             result = check(step.out, step.lse, *truth, rule)
             good &= result.within_bounds
             bar.clear()

@@ -20,13 +20,14 @@ _PREFIX = "kbmla "
 def _raise(error: BaseException, tensors: dict[str, Any]) -> NoReturn:
     """Re-raises what an op threw as the public exception; a non-tensor argument is a TypeError."""
     text = str(error)
-    if text.startswith(_PREFIX):
-        status, _, rest = text[len(_PREFIX) :].partition(": ")
-        raise exception(status, rest.splitlines()[0]) from None
     for name, tensor in tensors.items():
         optional = name in ("lse", "totals")
         if not (isinstance(tensor, Tensor) or (optional and tensor is None)):
-            raise TypeError(f"{name}: expected a torch.Tensor, got {type(tensor).__name__}") from None
+            got = type(tensor).__name__
+            raise TypeError(f"{name}: expected a torch.Tensor, got {got}") from None
+    if text.startswith(_PREFIX):
+        status, _, rest = text[len(_PREFIX) :].partition(": ")
+        raise exception(status, rest.splitlines()[0]) from None
     if "Expected a value of type" in text:  # torch's own check of a schema's types
         raise TypeError(text.splitlines()[0]) from None
     raise error
@@ -116,9 +117,22 @@ def reduce(
         _raise(error, tensors)
 
 
+def _check_devices(**tensors: Tensor | None) -> None:
+    """Refuses mixed devices where the ops' own checks do not run: on meta tensors and in traces.
+    The device that most tensors are on counts as meant."""
+    given = {name: tensor.device for name, tensor in tensors.items() if tensor is not None}
+    devices = list(given.values())
+    wanted = max(devices, key=devices.count)
+    for name, device in given.items():
+        if device != wanted:
+            raise RuntimeError(
+                f"{_PREFIX}INVALID_ARGUMENT: {name}: expected device {wanted}, got {device}"
+            )
+
+
 @torch.library.register_fake("kbmla::plan")
 def _(lengths, counts, work, config):  # type: ignore[no-untyped-def]
-    return None
+    _check_devices(lengths=lengths, counts=counts, work=work)
 
 
 @torch.library.register_fake("kbmla::decode")
@@ -126,11 +140,14 @@ def _(  # type: ignore[no-untyped-def]
     query, cache, block_table, lengths, causal_lens, counts, work, workspace, out, lse,
     softmax_scale, output_scale, cp_world, cp_rank, cp_interleave, pdl, config,
 ):  # fmt: skip
-    return None
+    _check_devices(
+        query=query, cache=cache, block_table=block_table, lengths=lengths, totals=causal_lens,
+        counts=counts, work=work, workspace=workspace, out=out, lse=lse,
+    )  # fmt: skip
 
 
 @torch.library.register_fake("kbmla::reduce")
 def _(  # type: ignore[no-untyped-def]
     lengths, counts, work, workspace, out, lse, output_scale, max_tokens, config
 ):
-    return None
+    _check_devices(lengths=lengths, counts=counts, work=work, workspace=workspace, out=out, lse=lse)

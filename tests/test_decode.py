@@ -356,9 +356,10 @@ def strided_batch(batch: Batch) -> Batch:
 
 @pytest.mark.parametrize(("heads", "q"), [(12, 2), (96, 3)])
 @pytest.mark.parametrize("count", [1, 4])
-def test_strides_are_honoured(device, heads, q, count):
+@pytest.mark.parametrize("page", [16, 64, 256])
+def test_strides_are_honoured(device, heads, q, count, page):
     """FlagGems#5235, aiter#3841: query, cache, table, out and lse behind other strides."""
-    batch = make_batch([700, 5, 300], heads, q, device=device, seed=17)
+    batch = make_batch([700, 5, 300], heads, q, page=page, device=device, seed=17)
     core = core_for(batch)
     base = decode(core, batch, count)
     b = 3
@@ -614,6 +615,27 @@ def test_garbage_plans_stay_inside(device, kind):
         assert_bitwise(after, before, "an input")
     # The core is as good as new for the next plan.
     assert_result(*decode(core, batch), *truth(batch))
+
+
+@pytest.mark.parametrize("isa", ["generic", "avx2", "avx512"])
+@pytest.mark.parametrize("count", [1, 2])
+def test_nan_of_a_neighbour_stays_there(cpu, isa, count):
+    """flashinfer#941: a worker that has read NaN in the last keys of one request's tile goes on to
+    shorter requests in the same scratch. On one cluster, so that it is one worker."""
+    with cpu_isa(isa) as have:
+        if not have:
+            pytest.skip(f"this CPU has no {isa}")
+        batch = make_batch([256, 5, 130, 256, 1], 16, 2, page=1, device=cpu, seed=25)
+        core = core_for(batch, clusters=1)
+        base = decode(core, batch, [count, 1, 1, count, 1])
+        cache = batch.cache.clone()
+        for b in (0, 3):
+            cache.view(torch.uint8)[batch.block_table[b, 8:256].long()] = NAN_BYTE
+        out, lse = decode(core, replace(batch, cache=cache), [count, 1, 1, count, 1])
+        for b in (1, 2, 4):
+            assert_same((out[b], lse[b]), (base[0][b], base[1][b]), f"request {b}")
+        assert out[0].isnan().any()
+        assert out[3].isnan().any()
 
 
 def test_page_ids_outside_the_cache(device):

@@ -184,6 +184,25 @@ def test_growth_allowance(device, p_scale):
         assert_probe(*decode(core_for(batch, p_scale=p_scale), batch, 1), *truth(batch))
 
 
+@pytest.mark.parametrize("log2_p_scale", [0, 2, 4, 6])
+def test_growth_allowance_is_inclusive(device, log2_p_scale):
+    """A maximum that grew by exactly 8 - log2(p_scale) is kept, by one more it is not. What tells:
+    keys of the second tile whose P is E4M3's least number, 2^-9, under the kept maximum and rounds
+    to zero under the new one."""
+    weak = -9 - log2_p_scale
+    for grow, kept in ((8 - log2_p_scale, True), (9 - log2_p_scale, False)):
+        r = torch.zeros(2 * TILE)
+        r[TILE] = 8.0 * grow
+        r[TILE + 1 :] = 8.0 * weak
+        v = torch.zeros(2 * TILE, 512)
+        v[TILE + 1 :] = 1.0
+        batch = probe_batch([probe_rows(r, v)], 8, 1, a=1.0, softmax=math.log(2) / 8, device=device)
+        out, _ = decode(core_for(batch, p_scale=2.0**log2_p_scale), batch, 1)
+        ref_out, _ = truth(batch)
+        want = ref_out if kept else torch.zeros_like(ref_out)
+        assert ((out.cpu().double() - want).abs() <= want * 2**-8).all(), grow
+
+
 # ---------------------------------------------------------------------------- weak keys
 
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Compiles one CUDA source with nvcc for all wanted cards, and fails on what a kernel must not have.
+"""Compiles one CUDA source for all wanted cards and fails on what a kernel must not have.
 
     nvcc.py NVCC FOLDER SOURCE OBJECT [flags ...]
 
@@ -36,7 +36,9 @@ def portable_flags(archs: str) -> list[str]:
     for arch in re.split(r"[;,\s]+", archs.strip()):
         found = re.fullmatch(r"(\d+)\.(\d)[af]?(\+PTX)?", arch)
         if not found:
-            raise ValueError(f'TORCH_CUDA_ARCH_LIST: expected items like 8.0 or 9.0+PTX, got "{arch}"')
+            raise ValueError(
+                f'TORCH_CUDA_ARCH_LIST: expected items like 8.0 or 9.0+PTX, got "{arch}"'
+            )
         number = int(found[1]) * 10 + int(found[2])
         if number < LEAST_ARCH:
             raise ValueError(f"TORCH_CUDA_ARCH_LIST: the kernels need 8.0 or later, got {arch}")
@@ -69,7 +71,9 @@ def main() -> int:
     if version < MIN_NVCC:
         need = ".".join(map(str, MIN_NVCC))
         got = ".".join(map(str, version))
-        print(f"kbmla: the CUDA sources need nvcc {need} or later, {nvcc} is {got}", file=sys.stderr)
+        print(
+            f"kbmla: the CUDA sources need nvcc {need} or later, {nvcc} is {got}", file=sys.stderr
+        )
         return 1
     try:
         if folder == "sm90":

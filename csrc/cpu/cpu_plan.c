@@ -10,7 +10,7 @@
 typedef struct plan_state {
     int32_t tiles[KBMLA_MAX_REQUESTS];
     int32_t counts[KBMLA_MAX_REQUESTS];
-    int32_t order[KBMLA_MAX_REQUESTS]; /* requests, those with the longest entries first */
+    int32_t order[2 * KBMLA_MAX_REQUESTS]; /* groups of splits, the longest first */
 } plan_state;
 
 static kbmla_plan_step measure_step(const kbmla_plan_rule *rule, const int32_t *tiles) {
@@ -46,39 +46,36 @@ static void choose_counts(const kbmla_plan_rule *rule, plan_state *state) {
     kbmla_divisor piece = kbmla_plan_piece(rule, &step, best);
     for (int32_t b = 0; b < rule->num_requests; b++) {
         int32_t tiles = state->tiles[b];
-        state->counts[b] = rule->policy == KBMLA_POLICY_EQUAL
-                               ? kbmla_plan_equal_count(rule, tiles, &step)
-                           : rule->policy == KBMLA_POLICY_FIXED
-                               ? kbmla_plan_fixed_count(rule, tiles)
-                               : kbmla_plan_count(rule, best, piece, b, tiles);
+        state->counts[b] =
+            rule->policy == KBMLA_POLICY_EQUAL   ? kbmla_plan_equal_count(rule, tiles, &step)
+            : rule->policy == KBMLA_POLICY_FIXED ? kbmla_plan_fixed_count(rule, tiles)
+                                                 : kbmla_plan_count(rule, best, piece, b, tiles);
     }
 }
 
-/* A counting sort of the requests by the length of their entries; stable. */
-static void sort_requests(const kbmla_plan_rule *rule, plan_state *state) {
+static kbmla_plan_group group_of(const plan_state *state, int32_t index) {
+    return kbmla_plan_group_of(index, state->tiles[index >> 1], state->counts[index >> 1]);
+}
+
+/* A counting sort of the groups by the length of their entries; stable. */
+static void sort_groups(const kbmla_plan_rule *rule, plan_state *state) {
     int32_t longest = 1, ends[KBMLA_PLAN_SORT_CLASSES] = {0};
     for (int32_t b = 0; b < rule->num_requests; b++)
         longest = kbmla_max(longest, kbmla_ceil_div(state->tiles[b], state->counts[b]));
     kbmla_divisor scale = kbmla_make_divisor((uint32_t)longest);
-    for (int32_t pass = 0; pass < 2; pass++) {
-        for (int32_t b = 0; b < rule->num_requests; b++) {
-            int32_t per = kbmla_ceil_div(state->tiles[b], state->counts[b]);
-            int32_t *end = &ends[kbmla_plan_sort_class(rule, scale, per)];
-            if (pass == 1)
-                state->order[*end] = b;
-            *end += 1;
-        }
-        if (pass == 0)
-            for (int32_t i = 0, before = 0; i < KBMLA_PLAN_SORT_CLASSES; i++) {
-                int32_t in_class = ends[i];
-                ends[i] = before;
-                before += in_class;
-            }
+    for (int32_t i = 0; i < 2 * rule->num_requests; i++)
+        ends[kbmla_plan_sort_class(rule, scale, group_of(state, i).per)]++;
+    for (int32_t i = 0, before = 0; i < KBMLA_PLAN_SORT_CLASSES; i++) {
+        int32_t in_class = ends[i];
+        ends[i] = before;
+        before += in_class;
     }
+    for (int32_t i = 0; i < 2 * rule->num_requests; i++)
+        state->order[ends[kbmla_plan_sort_class(rule, scale, group_of(state, i).per)]++] = i;
 }
 
-static void write_list(const kbmla_plan_rule *rule, const kbmla_sizes *sizes,
-                       int32_t max_requests, const plan_state *state, int32_t *work) {
+static void write_list(const kbmla_plan_rule *rule, const kbmla_sizes *sizes, int32_t max_requests,
+                       const plan_state *state, int32_t *work) {
     int32_t num_requests = rule->num_requests, entries = 0, rank = 0, slot = 0;
     int32_t *bases = work + sizes->list_len - max_requests;
     for (int32_t i = 0; i < sizes->list_len; i++)
@@ -91,12 +88,12 @@ static void write_list(const kbmla_plan_rule *rule, const kbmla_sizes *sizes,
             slot += request_entries;
         }
     }
-    for (int32_t i = 0; i < num_requests; i++) {
-        int32_t b = state->order[i];
-        for (int32_t split = 0; split < state->counts[b]; split++)
+    for (int32_t i = 0; i < 2 * num_requests; i++) {
+        kbmla_plan_group group = group_of(state, state->order[i]);
+        for (int32_t split = 0; split < group.num_splits; split++)
             for (int32_t q_tile = 0; q_tile < rule->num_q_tiles; q_tile++)
                 work[kbmla_plan_list_index(rule, rank++, entries)] =
-                    kbmla_pack_entry(q_tile, b, split, num_requests);
+                    kbmla_pack_entry(q_tile, group.batch, group.first_split + split, num_requests);
     }
 }
 
@@ -110,7 +107,7 @@ kbmla_status kbmla_cpu_plan(const kbmla_config *config, const kbmla_sizes *sizes
     for (int32_t b = 0; b < args->num_requests; b++)
         state.tiles[b] = kbmla_num_tiles(args->lengths[b]);
     choose_counts(&rule, &state);
-    sort_requests(&rule, &state);
+    sort_groups(&rule, &state);
     for (int32_t b = 0; b < args->num_requests; b++)
         args->counts[b] = state.counts[b];
     write_list(&rule, sizes, config->max_requests, &state, args->work);

@@ -2,16 +2,16 @@
  * Portable decode, sm_80 and later: one source, FP16 tensor cores, any page size and stride.
  *
  * A cluster of the plan is a group of neighbouring blocks that share a q tile: each takes up to
- * BLOCK_M of its rows over the same KV range. A block walks the work list with one producer warp,
- * which copies KV tiles of 64 tokens into a ring of shared memory, and eight consumer warps:
+ * BLOCK_M of its rows over the same KV range. A block walks the work list with producer
+ * warps, which copy KV tiles of 64 tokens into a ring of shared memory, and eight consumer warps:
  *
- *   producer --full_bar--> QK: warp w takes tokens 8w..8w+7 of the tile, all rows
+ *   producers -full_bar--> QK: warp w takes tokens 8w..8w+7 of the tile, all rows
  *       ^                  row maxima through shared memory        (barrier)
  *       |                  P = E4M3(exp2(...)) to shared memory    (barrier)
  *       +----empty_bar---- PV: warp w takes columns 64w..64w+63, all rows and tokens
  *
- * The producer walks the same list on its own and runs ahead into the next item; only ring space
- * stops it. E4M3 values are exact in FP16, and so are the products P * V, since P is rounded to
+ * The producers walk the same list on their own and run ahead into the next item; only ring space
+ * stops them. E4M3 values are exact in FP16, and so are the products P * V, since P is rounded to
  * E4M3 first. The rule of the lazy maximum is that of the CPU backend on tiles of 64 keys.
  *
  * Relies on kbmla.c's checks and on 16-byte aligned query and cache rows. Bytes past a request's
@@ -26,15 +26,14 @@
 #include <cuda_bf16.h>
 
 enum {
-    TILE = 64,            /* KV tokens of a ring stage */
+    TILE = 64, /* KV tokens of a ring stage */
     CONSUMER_WARPS = 8,
     CONSUMERS = 32 * CONSUMER_WARPS,
-    THREADS = CONSUMERS + 32,
     MAX_STAGES = 4,
     LATENT_BYTES = TILE * KBMLA_HEAD_DIM_V,
     ROPE_BYTES = TILE * 64,
     STAGE_BYTES = LATENT_BYTES + ROPE_BYTES,
-    MAX_BLOCK_ROWS = 32, /* two m tiles: 64 accumulators a thread; more would spill */
+    MAX_BLOCK_ROWS = 32,             /* two m tiles: 64 accumulators a thread; more would spill */
     PANELS = KBMLA_HEAD_DIM_QK / 64, /* groups of 64 channels: one 16-byte load per lane each */
     CONSUMER_BARRIER = 1
 };
@@ -56,11 +55,15 @@ struct decode_params {
     int32_t num_stages;
 };
 
-/* Shared memory of a block, in this order. */
+/* Threads and shared memory of a block, the latter in this order. */
 template <int M_TILES> struct decode_smem {
     enum {
-        Q = 0,                                   /* FP16 A fragments [M_TILES, PANELS, 4, 32] x 16 B */
-        P = Q + M_TILES * PANELS * 4 * 32 * 16,  /* FP16 A fragments [M_TILES, TILE/16, 32] x 16 B */
+        /* As many as the registers of the consumers leave room for. */
+        PRODUCER_WARPS = M_TILES == 1 ? 2 : 4,
+        THREADS = CONSUMERS + 32 * PRODUCER_WARPS,
+        BLOCKS_PER_SM = M_TILES == 1 ? 2 : 1,
+        Q = 0, /* FP16 A fragments [M_TILES, PANELS, 4, 32] x 16 B */
+        P = Q + M_TILES * PANELS * 4 * 32 * 16, /* FP16 A fragments [M_TILES, TILE/16, 32] x 16 B */
         ROW_STAT = P + M_TILES * (TILE / 16) * 32 * 16, /* float [16 * M_TILES, CONSUMER_WARPS] */
         BARRIERS = ROW_STAT + 16 * M_TILES * CONSUMER_WARPS * 4, /* full, empty [MAX_STAGES] */
         RING = BARRIERS + 2 * MAX_STAGES * 8,
@@ -113,17 +116,56 @@ static __device__ __forceinline__ uint32_t latent_offset(uint32_t row, uint32_t 
     return row * KBMLA_HEAD_DIM_V + ((slot ^ ((row & 1) << 2 | (row >> 1 & 3))) << 4);
 }
 
-/* ------------------------------------------------------------------ producer */
+/* ------------------------------------------------------------------ producers */
 
-static __device__ __forceinline__ void fill_nan_16(uint32_t smem) {
-    asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(smem), "r"(0x7F7F7F7Fu)
-                 : "memory");
+static __device__ __forceinline__ void fill_16(uint32_t smem, uint32_t word) {
+    asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(smem), "r"(word) : "memory");
 }
 
+/* Copies ROWS rows of a tile, from `first` on, into the ring. Lane l holds in `row` the address of
+ * row first + l % ROWS: 0 for a token past the end, whose slot is zero-filled, and 1 for one on a
+ * page that does not exist, which reads as NaN. */
+template <int ROWS>
+static __device__ __forceinline__ void copy_rows(uint64_t row, uint32_t first, uint32_t latent,
+                                                 uint32_t lane) {
+    const uint32_t rope = latent + LATENT_BYTES;
+    if (__all_sync(0xFFFFFFFFu, row > 1)) {
+#pragma unroll
+        for (uint32_t r = 0; r < ROWS; r++)
+            cp_async_16(latent + latent_offset(first + r, lane),
+                        (const uint8_t *)__shfl_sync(0xFFFFFFFFu, row, r) + 16 * lane);
+#pragma unroll
+        for (uint32_t r = 0; r < ROWS; r += 8)
+            cp_async_16(rope + (first + r) * 64 + 16 * lane,
+                        (const uint8_t *)__shfl_sync(0xFFFFFFFFu, row, r + (lane >> 2)) +
+                            KBMLA_HEAD_DIM_V + 16 * (lane & 3));
+        return;
+    }
+#pragma unroll 1
+    for (uint32_t r = 0; r < ROWS; r++) {
+        uint64_t from = __shfl_sync(0xFFFFFFFFu, row, r);
+        uint32_t to = latent + latent_offset(first + r, lane);
+        uint32_t rope_to = rope + (first + r) * 64 + 16 * lane;
+        if (from > 1) {
+            cp_async_16(to, (const uint8_t *)from + 16 * lane);
+            if (lane < 4)
+                cp_async_16(rope_to, (const uint8_t *)from + KBMLA_HEAD_DIM_V + 16 * lane);
+        } else {
+            fill_16(to, from == 0 ? 0 : 0x7F7F7F7Fu);
+            if (lane < 4)
+                fill_16(rope_to, from == 0 ? 0 : 0x7F7F7F7Fu);
+        }
+    }
+}
+
+template <int M_TILES>
 static __device__ void produce(const decode_params &params, uint32_t ring, uint32_t full_bar,
                                uint32_t empty_bar, kbmla_work_walk walk) {
+    constexpr uint32_t ROWS = TILE / decode_smem<M_TILES>::PRODUCER_WARPS;
     const kbmla_decode_args &args = params.args;
-    const uint32_t lane = threadIdx.x & 31;
+    const uint32_t lane = threadIdx.x & 31, first = (threadIdx.x - CONSUMERS) / 32 * ROWS;
+    const int32_t page_shift = 31 - __clz((int32_t)args.page_size);
+    const int32_t page_mask = (int32_t)args.page_size - 1;
     uint32_t stage = 0, phase = 0;
     for (kbmla_tile tile = kbmla_work_walk_current(&walk); tile.is_valid;
          kbmla_work_walk_advance(&walk, 1), tile = kbmla_work_walk_current(&walk)) {
@@ -131,52 +173,18 @@ static __device__ void produce(const decode_params &params, uint32_t ring, uint3
         if (!load_item(params, tile, item))
             continue;
         const int32_t *table = args.block_table + item.batch * args.block_table_stride;
-        const int32_t page_shift = 31 - __clz((int32_t)args.page_size);
-        const int32_t page_mask = (int32_t)args.page_size - 1;
         for (int32_t token = item.begin; token < item.end; token += TILE) {
-            /* Lane l holds the rows of tokens l and l + 32; 0 is a token past the end, 1 one on a
-             * page that does not exist. */
-            uint64_t row[2];
-#pragma unroll
-            for (int half = 0; half < 2; half++) {
-                int32_t at = token + 32 * half + (int32_t)lane;
-                row[half] = 0;
-                if (at < item.end) {
-                    int32_t page = table[at >> page_shift];
-                    row[half] = (uint32_t)page < (uint64_t)args.num_pages
-                                    ? (uint64_t)(args.cache + page * args.cache_page_stride +
-                                                 (at & page_mask) * args.cache_row_stride)
-                                    : 1;
-                }
+            int32_t at = token + (int32_t)(first + lane % ROWS);
+            uint64_t row = 0;
+            if (at < item.end) {
+                int32_t page = table[at >> page_shift];
+                row = (uint32_t)page < (uint64_t)args.num_pages
+                          ? (uint64_t)(args.cache + page * args.cache_page_stride +
+                                       (at & page_mask) * args.cache_row_stride)
+                          : 1;
             }
             mbarrier_wait(empty_bar + 8 * stage, phase ^ 1);
-            const uint32_t latent = ring + stage * STAGE_BYTES, rope = latent + LATENT_BYTES;
-#pragma unroll
-            for (int half = 0; half < 2; half++) {
-#pragma unroll 8
-                for (int r = 0; r < 32; r++) {
-                    uint64_t from = __shfl_sync(0xFFFFFFFFu, row[half], r);
-                    uint32_t to = latent + latent_offset(32 * half + r, lane);
-                    if (from == 1)
-                        fill_nan_16(to);
-                    else
-                        cp_async_16(to, from ? (const uint8_t *)from + 16 * lane : args.cache,
-                                    from ? 16 : 0);
-                }
-#pragma unroll
-                for (int r = 0; r < 32; r += 8) {
-                    uint64_t from = __shfl_sync(0xFFFFFFFFu, row[half], r + (lane >> 2));
-                    uint32_t to = rope + (32 * half + r) * 64 + 16 * lane;
-                    if (from == 1)
-                        fill_nan_16(to);
-                    else
-                        cp_async_16(to,
-                                    from ? (const uint8_t *)from + KBMLA_HEAD_DIM_V +
-                                               16 * (lane & 3)
-                                         : args.cache,
-                                    from ? 16 : 0);
-                }
-            }
+            copy_rows<ROWS>(row, first, ring + stage * STAGE_BYTES, lane);
             /* Two arrivals of every lane: one when its copies have landed, one for plain stores. */
             cp_async_mbarrier_arrive(full_bar + 8 * stage);
             mbarrier_arrive(full_bar + 8 * stage);
@@ -321,8 +329,7 @@ static __device__ __forceinline__ void accumulate(float (&o)[M_TILES][8][4], uin
 /* Combines one value per row over the 8 consumer warps, in their order, for the lane's rows. */
 template <int M_TILES, typename Combine>
 static __device__ __forceinline__ void across_warps(float (&value)[M_TILES][2], float *row_stat,
-                                                    uint32_t warp, uint32_t lane,
-                                                    Combine combine) {
+                                                    uint32_t warp, uint32_t lane, Combine combine) {
 #pragma unroll
     for (int m = 0; m < M_TILES; m++)
 #pragma unroll
@@ -341,9 +348,8 @@ static __device__ __forceinline__ void across_warps(float (&value)[M_TILES][2], 
             const float4 *from = reinterpret_cast<const float4 *>(
                 row_stat + (16 * m + 8 * half + (lane >> 2)) * CONSUMER_WARPS);
             float4 x = from[0], y = from[1];
-            value[m][half] =
-                combine(combine(combine(x.x, x.y), combine(x.z, x.w)),
-                        combine(combine(y.x, y.y), combine(y.z, y.w)));
+            value[m][half] = combine(combine(combine(x.x, x.y), combine(x.z, x.w)),
+                                     combine(combine(y.x, y.y), combine(y.z, y.w)));
         }
 }
 
@@ -355,11 +361,10 @@ struct take_sum {
 };
 
 template <int M_TILES>
-static __device__ void store_rows(const decode_params &params, const work_item &item,
-                                  int32_t sub_row, int32_t first_row, int32_t rows,
-                                  const float (&o)[M_TILES][8][4], const float (&l)[M_TILES][2],
-                                  const float (&row_max)[M_TILES][2], uint32_t warp,
-                                  uint32_t lane) {
+static __device__ void
+store_rows(const decode_params &params, const work_item &item, int32_t sub_row, int32_t first_row,
+           int32_t rows, const float (&o)[M_TILES][8][4], const float (&l)[M_TILES][2],
+           const float (&row_max)[M_TILES][2], uint32_t warp, uint32_t lane) {
     const kbmla_decode_args &args = params.args;
     const int32_t column = 64 * warp + 4 * (lane & 3);
 #pragma unroll
@@ -372,8 +377,8 @@ static __device__ void store_rows(const decode_params &params, const work_item &
             float sum = l[m][half];
             bool is_empty = sum == 0.0f;
             float scale = is_empty ? 0.0f : 1.0f / (sum * params.p_scale);
-            float lse = is_empty ? -INFINITY
-                                 : log2f(sum) + row_max[m][half] * params.softmax_scale_log2;
+            float lse =
+                is_empty ? -INFINITY : log2f(sum) + row_max[m][half] * params.softmax_scale_log2;
             float value[4][4];
 #pragma unroll
             for (int c = 0; c < 4; c++)
@@ -390,13 +395,12 @@ static __device__ void store_rows(const decode_params &params, const work_item &
                                     column;
 #pragma unroll
                 for (int c = 0; c < 4; c++) {
-                    __nv_bfloat162 low = __floats2bfloat162_rn(
-                        value[c][0] * params.output_scale, value[c][1] * params.output_scale);
-                    __nv_bfloat162 high = __floats2bfloat162_rn(
-                        value[c][2] * params.output_scale, value[c][3] * params.output_scale);
-                    *reinterpret_cast<uint2 *>(to + 16 * c) =
-                        make_uint2(*reinterpret_cast<uint32_t *>(&low),
-                                   *reinterpret_cast<uint32_t *>(&high));
+                    __nv_bfloat162 low = __floats2bfloat162_rn(value[c][0] * params.output_scale,
+                                                               value[c][1] * params.output_scale);
+                    __nv_bfloat162 high = __floats2bfloat162_rn(value[c][2] * params.output_scale,
+                                                                value[c][3] * params.output_scale);
+                    *reinterpret_cast<uint2 *>(to + 16 * c) = make_uint2(
+                        *reinterpret_cast<uint32_t *>(&low), *reinterpret_cast<uint32_t *>(&high));
                 }
                 if (args.lse != NULL && warp == 0 && (lane & 3) == 0)
                     args.lse[item.batch * args.lse_batch_stride + token * args.lse_token_stride +
@@ -405,19 +409,18 @@ static __device__ void store_rows(const decode_params &params, const work_item &
             }
             int64_t slot_row = (int64_t)item.slot * params.sizes.q_tile_rows + sub_row + local;
             if (params.partial_fp16) {
-                __half *to = static_cast<__half *>(args.workspace) + slot_row * KBMLA_HEAD_DIM_V +
-                             column;
+                __half *to =
+                    static_cast<__half *>(args.workspace) + slot_row * KBMLA_HEAD_DIM_V + column;
 #pragma unroll
                 for (int c = 0; c < 4; c++) {
                     __half2 low = __floats2half2_rn(value[c][0], value[c][1]);
                     __half2 high = __floats2half2_rn(value[c][2], value[c][3]);
-                    *reinterpret_cast<uint2 *>(to + 16 * c) =
-                        make_uint2(*reinterpret_cast<uint32_t *>(&low),
-                                   *reinterpret_cast<uint32_t *>(&high));
+                    *reinterpret_cast<uint2 *>(to + 16 * c) = make_uint2(
+                        *reinterpret_cast<uint32_t *>(&low), *reinterpret_cast<uint32_t *>(&high));
                 }
             } else {
-                float *to = static_cast<float *>(args.workspace) + slot_row * KBMLA_HEAD_DIM_V +
-                            column;
+                float *to =
+                    static_cast<float *>(args.workspace) + slot_row * KBMLA_HEAD_DIM_V + column;
 #pragma unroll
                 for (int c = 0; c < 4; c++)
                     *reinterpret_cast<float4 *>(to + 16 * c) =
@@ -450,9 +453,9 @@ static __device__ void consume(const decode_params &params, uint8_t *smem, uint3
             continue;
         const int32_t sub_row = 16 * M_TILES * sub;
         const int32_t first_row = item.q_tile * params.sizes.q_tile_rows + sub_row;
-        const int32_t rows = kbmla_min(
-            kbmla_min(params.sizes.q_tile_rows - sub_row, params.sizes.rows - first_row),
-            16 * M_TILES);
+        const int32_t rows =
+            kbmla_min(kbmla_min(params.sizes.q_tile_rows - sub_row, params.sizes.rows - first_row),
+                      16 * M_TILES);
 
         /* Every warp has left the previous item's last PV, but may still read Q and row_stat. */
         named_barrier_sync(CONSUMER_BARRIER, CONSUMERS);
@@ -467,11 +470,11 @@ static __device__ void consume(const decode_params &params, uint8_t *smem, uint3
                 int32_t local = 16 * m + 8 * half + (int32_t)(lane >> 2);
                 int32_t total =
                     args.causal_lens != NULL ? args.causal_lens[item.batch] : item.length;
-                visible[m][half] =
-                    local < rows ? kbmla_visible_keys(item.length, total, params.q_len,
-                                                      (first_row + local) / params.num_heads,
-                                                      params.causal, cp)
-                                 : 0;
+                visible[m][half] = local < rows
+                                       ? kbmla_visible_keys(item.length, total, params.q_len,
+                                                            (first_row + local) / params.num_heads,
+                                                            params.causal, cp)
+                                       : 0;
             }
 
         float o[M_TILES][8][4] = {};
@@ -550,7 +553,8 @@ static __device__ void consume(const decode_params &params, uint8_t *smem, uint3
 }
 
 template <int M_TILES>
-static __global__ void __launch_bounds__(THREADS, M_TILES == 1 ? 2 : 1)
+static __global__ void __launch_bounds__(decode_smem<M_TILES>::THREADS,
+                                         decode_smem<M_TILES>::BLOCKS_PER_SM)
     cuda_decode_kernel(const __grid_constant__ decode_params params) {
     extern __shared__ __align__(128) uint8_t smem[];
     using layout = decode_smem<M_TILES>;
@@ -559,7 +563,7 @@ static __global__ void __launch_bounds__(THREADS, M_TILES == 1 ? 2 : 1)
     const uint32_t empty_bar = full_bar + 8 * MAX_STAGES;
     if (threadIdx.x == 0) {
         for (int stage = 0; stage < params.num_stages; stage++) {
-            mbarrier_init(full_bar + 8 * stage, 2 * 32);
+            mbarrier_init(full_bar + 8 * stage, 2 * 32 * layout::PRODUCER_WARPS);
             mbarrier_init(empty_bar + 8 * stage, CONSUMER_WARPS);
         }
     }
@@ -575,7 +579,7 @@ static __global__ void __launch_bounds__(THREADS, M_TILES == 1 ? 2 : 1)
     walk.num_ctas = params.num_clusters * params.blocks_per_cluster;
     walk.linear_idx = (int32_t)blockIdx.x;
     if (threadIdx.x >= CONSUMERS)
-        produce(params, ring, full_bar, empty_bar, walk);
+        produce<M_TILES>(params, ring, full_bar, empty_bar, walk);
     else
         consume<M_TILES>(params, smem, ring, full_bar, empty_bar,
                          (int32_t)blockIdx.x % params.blocks_per_cluster, walk);
@@ -590,12 +594,15 @@ struct decode_shape {
     int32_t blocks_per_cluster;
     int32_t blocks_per_sm;
     int32_t num_stages;
+    int32_t threads;
     int32_t smem_bytes;
     const void *kernel;
 };
 
 template <int M_TILES> void fill_shape(decode_shape &shape) {
     shape.m_tiles = M_TILES;
+    shape.threads = decode_smem<M_TILES>::THREADS;
+    shape.blocks_per_sm = decode_smem<M_TILES>::BLOCKS_PER_SM;
     shape.smem_bytes = decode_smem<M_TILES>::FIXED;
     shape.kernel = reinterpret_cast<const void *>(cuda_decode_kernel<M_TILES>);
 }
@@ -612,8 +619,8 @@ decode_shape choose_shape(int32_t q_tile_rows, const kbmla_cuda_device &device) 
     /* Two small blocks on an SM hide each other's barriers where both rings can be two deep. */
     const int32_t reserved = 1024; /* per block, taken by the driver */
     int32_t half = device.smem_per_sm / 2 - reserved;
-    shape.blocks_per_sm =
-        shape.m_tiles == 1 && half >= shape.smem_bytes + 2 * STAGE_BYTES ? 2 : 1;
+    if (half < shape.smem_bytes + 2 * STAGE_BYTES)
+        shape.blocks_per_sm = 1;
     int32_t room = (shape.blocks_per_sm == 2 ? half : device.smem_per_block) - shape.smem_bytes;
     shape.num_stages = kbmla_min(kbmla_max(room / STAGE_BYTES, 1), MAX_STAGES);
     shape.smem_bytes += shape.num_stages * STAGE_BYTES;
@@ -639,8 +646,8 @@ extern "C" kbmla_status kbmla_cuda_decode_prepare(const kbmla_sizes *sizes,
 }
 
 extern "C" kbmla_status kbmla_cuda_decode(const kbmla_config *config, const kbmla_sizes *sizes,
-                                          const kbmla_decode_args *args,
-                                          struct CUstream_st *stream, kbmla_error *err) {
+                                          const kbmla_decode_args *args, struct CUstream_st *stream,
+                                          kbmla_error *err) {
     kbmla_cuda_device device;
     FORWARD_IF_ERROR(kbmla_cuda_current_device(&device, err));
     decode_shape shape = choose_shape(sizes->q_tile_rows, device);
@@ -660,7 +667,7 @@ extern "C" kbmla_status kbmla_cuda_decode(const kbmla_config *config, const kbml
     params.growth = 8.0f - log2f(config->p_scale);
     params.num_stages = shape.num_stages;
     void *arguments[] = {&params};
-    return kbmla_cuda_launch(shape.kernel, config->num_clusters * shape.blocks_per_cluster, THREADS,
-                             shape.smem_bytes, args->pdl != 0 && device.has_pdl, arguments, stream,
-                             err);
+    return kbmla_cuda_launch(shape.kernel, config->num_clusters * shape.blocks_per_cluster,
+                             shape.threads, shape.smem_bytes, args->pdl != 0 && device.has_pdl,
+                             arguments, stream, err);
 }

@@ -14,12 +14,9 @@ static __device__ __forceinline__ uint32_t smem_address(const void *pointer) {
 
 /* ---- asynchronous copies and their barriers */
 
-/* 16 bytes global to shared; with source_bytes 0 the destination is zero-filled, nothing read. */
-static __device__ __forceinline__ void cp_async_16(uint32_t smem, const void *gmem,
-                                                   uint32_t source_bytes) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(smem), "l"(gmem),
-                 "r"(source_bytes)
-                 : "memory");
+/* 16 bytes global to shared, past L1. */
+static __device__ __forceinline__ void cp_async_16(uint32_t smem, const void *gmem) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(smem), "l"(gmem) : "memory");
 }
 
 /* Arrives on the barrier once all cp.async of this thread so far have landed. */
@@ -36,11 +33,15 @@ static __device__ __forceinline__ void mbarrier_arrive(uint32_t barrier) {
                  : "memory");
 }
 
-/* Whether the phase of parity `phase` has completed. */
+/* Whether the phase of parity `phase` has completed; from SM90 on the thread may sleep a while. */
 static __device__ __forceinline__ bool mbarrier_test(uint32_t barrier, uint32_t phase) {
     uint32_t done;
-    asm volatile("{\n.reg .pred p;\n"
-                 "mbarrier.test_wait.parity.shared.b64 p, [%1], %2;\n"
+#if __CUDA_ARCH__ >= 900
+#define MBARRIER_TEST "mbarrier.try_wait.parity.shared.b64"
+#else
+#define MBARRIER_TEST "mbarrier.test_wait.parity.shared.b64"
+#endif
+    asm volatile("{\n.reg .pred p;\n" MBARRIER_TEST " p, [%1], %2;\n"
                  "selp.u32 %0, 1, 0, p;\n}"
                  : "=r"(done)
                  : "r"(barrier), "r"(phase)

@@ -27,8 +27,8 @@ struct reduce_params {
 };
 
 /* Four columns of a partial row. */
-static __device__ __forceinline__ float4 load_partial(const reduce_params &params,
-                                                      int64_t slot_row, int32_t column) {
+static __device__ __forceinline__ float4 load_partial(const reduce_params &params, int64_t slot_row,
+                                                      int32_t column) {
     int64_t at = slot_row * KBMLA_HEAD_DIM_V + column;
     if (!params.partial_fp16)
         return *reinterpret_cast<const float4 *>(static_cast<const float *>(params.args.workspace) +
@@ -88,9 +88,9 @@ static __global__ void __launch_bounds__(THREADS)
         const int32_t band = task % BANDS, row = task / BANDS % rows;
         const int32_t batch = requests[task / BANDS / rows];
         const int32_t planned = args.counts[batch];
-        const int32_t base = kbmla_checked_base(args.work[params.tail + batch], planned,
-                                                params.sizes.num_q_tiles,
-                                                params.sizes.max_partials);
+        const int32_t base =
+            kbmla_checked_base(args.work[params.tail + batch], planned, params.sizes.num_q_tiles,
+                               params.sizes.max_partials);
         if (base < 0)
             continue; /* the same for the whole block */
         const int32_t count = kbmla_normalise_count(
@@ -102,8 +102,8 @@ static __global__ void __launch_bounds__(THREADS)
             static_cast<const uint8_t *>(args.workspace) + params.sizes.partial_lse_offset);
 
         /* count <= 256 = THREADS: thread i holds split i. A NaN lse must win the maximum. */
-        float lse = thread < count ? partial_lse[first_row + (int64_t)thread * rows_per_tile]
-                                   : -INFINITY;
+        float lse =
+            thread < count ? partial_lse[first_row + (int64_t)thread * rows_per_tile] : -INFINITY;
         float top = lse;
         bool is_nan = lse != lse;
         for (int step = 16; step > 0; step >>= 1)
@@ -168,8 +168,8 @@ static __global__ void __launch_bounds__(THREADS)
 }
 
 extern "C" kbmla_status kbmla_cuda_reduce(const kbmla_config *config, const kbmla_sizes *sizes,
-                                          const kbmla_decode_args *args,
-                                          struct CUstream_st *stream, kbmla_error *err) {
+                                          const kbmla_decode_args *args, struct CUstream_st *stream,
+                                          kbmla_error *err) {
     kbmla_cuda_device device;
     FORWARD_IF_ERROR(kbmla_cuda_current_device(&device, err));
     reduce_params params;
@@ -183,8 +183,8 @@ extern "C" kbmla_status kbmla_cuda_reduce(const kbmla_config *config, const kbml
     const void *kernel = bands == 2 ? reinterpret_cast<const void *>(cuda_reduce_kernel<2>)
                                     : reinterpret_cast<const void *>(cuda_reduce_kernel<1>);
     /* No wider than the most that can be split has rows, in bands. */
-    const int64_t most = (int64_t)kbmla_min(sizes->max_extra, args->num_requests) * sizes->rows *
-                         bands;
+    const int64_t most =
+        (int64_t)kbmla_min(sizes->max_extra, args->num_requests) * sizes->rows * bands;
     const int32_t wave = device.num_sms * BLOCKS_PER_SM;
     void *arguments[] = {&params};
     return kbmla_cuda_launch(kernel, most < wave ? kbmla_max(1, (int32_t)most) : wave, THREADS, 0,

@@ -1,7 +1,7 @@
 // Binding of the three verbs to torch, on LibTorch's stable ABI and Python's limited API: one built
 // file serves torch >= 2.10 and Python >= 3.10. It turns tensors into pointers and strides, checks
-// what a pointer cannot tell (type, rank, device, contiguous last dimension) and turns a status into
-// an exception. "kbmla STATUS: text" is the form that kbmla/ops.py reads back.
+// what a pointer cannot tell (type, rank, device, contiguous last dimension) and turns a status
+// into an exception. "kbmla STATUS: text" is the form that kbmla/ops.py reads back.
 #include <Python.h>
 
 #include <cstdint>
@@ -21,30 +21,30 @@
 
 // In LibTorch's CUDA part only: absent, and never called, under a CPU build of torch.
 extern "C" __attribute__((weak)) AOTITorchError
-aoti_torch_get_current_cuda_stream(int32_t device_index, void** stream);
+aoti_torch_get_current_cuda_stream(int32_t device_index, void **stream);
 
 namespace {
 
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-[[noreturn]] void fail(kbmla_status status, const std::string& text) {
+[[noreturn]] void fail(kbmla_status status, const std::string &text) {
     throw std::runtime_error(std::string("kbmla ") + kbmla_status_name(status) + ": " + text);
 }
 
-void check(kbmla_status status, const kbmla_error& error) {
+void check(kbmla_status status, const kbmla_error &error) {
     if (status != KBMLA_OK)
         fail(status, error.text);
 }
 
-std::string shape_text(const int64_t* sizes, size_t rank) {
+std::string shape_text(const int64_t *sizes, size_t rank) {
     std::string text = "[";
     for (size_t i = 0; i < rank; i++)
         text += (i ? ", " : "") + (sizes[i] < 0 ? std::string("*") : std::to_string(sizes[i]));
     return text + "]";
 }
 
-const char* dtype_text(ScalarType type) {
+const char *dtype_text(ScalarType type) {
     switch (type) {
     case ScalarType::Float8_e4m3fn:
         return "float8_e4m3fn";
@@ -73,7 +73,7 @@ const char* dtype_text(ScalarType type) {
 // must be on it.
 class Checker {
   public:
-    Checker(const kbmla_config& config, const char* name, const Tensor& buffer)
+    Checker(const kbmla_config &config, const char *name, const Tensor &buffer)
         : is_cpu_(buffer.is_cpu()), index_(buffer.get_device_index()) {
         if (is_cpu_ != (config.backend == KBMLA_BACKEND_CPU))
             fail(KBMLA_INVALID_ARGUMENT, std::string(name) + ": expected a device of type " +
@@ -82,7 +82,7 @@ class Checker {
     }
 
     // Wanted sizes of -1 are free. Unless `any_stride`, the last dimension must be contiguous.
-    void tensor(const char* name, const Tensor& tensor, ScalarType dtype,
+    void tensor(const char *name, const Tensor &tensor, ScalarType dtype,
                 std::initializer_list<int64_t> wanted, bool any_stride = false) const {
         auto sizes = tensor.sizes();
         if (tensor.scalar_type() != dtype)
@@ -93,15 +93,13 @@ class Checker {
         for (size_t i = 0; same && i < wanted.size(); i++)
             same = wanted.begin()[i] < 0 || sizes[i] == wanted.begin()[i];
         if (!same)
-            fail(KBMLA_INVALID_ARGUMENT,
-                 std::string(name) + ": expected shape " +
-                     shape_text(wanted.begin(), wanted.size()) + ", got " +
-                     shape_text(sizes.data(), sizes.size()));
+            fail(KBMLA_INVALID_ARGUMENT, std::string(name) + ": expected shape " +
+                                             shape_text(wanted.begin(), wanted.size()) + ", got " +
+                                             shape_text(sizes.data(), sizes.size()));
         if (tensor.is_cpu() != is_cpu_ || tensor.get_device_index() != index_)
-            fail(KBMLA_INVALID_ARGUMENT, std::string(name) + ": expected device " +
-                                             device_text(is_cpu_, index_) + ", got " +
-                                             device_text(tensor.is_cpu(),
-                                                         tensor.get_device_index()));
+            fail(KBMLA_INVALID_ARGUMENT,
+                 std::string(name) + ": expected device " + device_text(is_cpu_, index_) +
+                     ", got " + device_text(tensor.is_cpu(), tensor.get_device_index()));
         size_t last = sizes.size() - 1;
         if (!any_stride && sizes[last] > 1 && tensor.stride(static_cast<int64_t>(last)) != 1)
             fail(KBMLA_INVALID_ARGUMENT,
@@ -119,10 +117,10 @@ class Checker {
 };
 
 // The fields of kbmla_config after struct_size, in order; p_scale is whole.
-kbmla_config make_config(const std::vector<int64_t>& fields) {
+kbmla_config make_config(const std::vector<int64_t> &fields) {
     if (fields.size() != 12)
-        fail(KBMLA_INVALID_ARGUMENT, "config: expected 12 integers, got " +
-                                         std::to_string(fields.size()));
+        fail(KBMLA_INVALID_ARGUMENT,
+             "config: expected 12 integers, got " + std::to_string(fields.size()));
     for (int64_t field : fields)
         if (field < INT32_MIN || field > INT32_MAX)
             fail(KBMLA_INVALID_ARGUMENT,
@@ -146,7 +144,7 @@ kbmla_config make_config(const std::vector<int64_t>& fields) {
     return config;
 }
 
-int32_t request_count(const kbmla_config& config, int64_t requests) {
+int32_t request_count(const kbmla_config &config, int64_t requests) {
     if (requests > config.max_requests)
         fail(KBMLA_INVALID_ARGUMENT, "requests: expected at most " +
                                          std::to_string(config.max_requests) +
@@ -157,32 +155,32 @@ int32_t request_count(const kbmla_config& config, int64_t requests) {
 // Where a call runs: on torch's current stream of the buffer's device, with that device current.
 class Launch {
   public:
-    explicit Launch(const Tensor& buffer) {
+    explicit Launch(const Tensor &buffer) {
         if (buffer.is_cpu())
             return;
         int32_t index = buffer.get_device_index();
         guard_.emplace(index);
-        void* stream = nullptr;
+        void *stream = nullptr;
         if (aoti_torch_get_current_cuda_stream == nullptr ||
             aoti_torch_get_current_cuda_stream(index, &stream) != 0)
             fail(KBMLA_CUDA, "no current stream of cuda:" + std::to_string(index));
-        stream_ = static_cast<CUstream_st*>(stream);
+        stream_ = static_cast<CUstream_st *>(stream);
     }
-    CUstream_st* stream() const { return stream_; }
+    CUstream_st *stream() const { return stream_; }
 
   private:
     std::optional<torch::stable::accelerator::DeviceGuard> guard_;
-    CUstream_st* stream_ = nullptr;
+    CUstream_st *stream_ = nullptr;
 };
 
-void torch_pool(int64_t count, kbmla_parallel_body body, void* context, void*) {
+void torch_pool(int64_t count, kbmla_parallel_body body, void *context, void *) {
     if (torch_parallel_for(0, count, 1, body, context) != 0)
         body(0, count, context);
 }
 
 // ---------------------------------------------------------------------------------------- verbs
 
-void plan(const Tensor& lengths, const Tensor& counts, const Tensor& work,
+void plan(const Tensor &lengths, const Tensor &counts, const Tensor &work,
           std::vector<int64_t> fields) {
     kbmla_config config = make_config(fields);
     Checker checker(config, "work", work);
@@ -202,10 +200,10 @@ void plan(const Tensor& lengths, const Tensor& counts, const Tensor& work,
 }
 
 // What decode and reduce take alike; the request count follows from lengths.
-kbmla_decode_args merge_args(const kbmla_config& config, const Checker& checker,
-                             const Tensor& lengths, const Tensor& counts, const Tensor& work,
-                             const Tensor& workspace, const Tensor& out,
-                             const std::optional<Tensor>& lse, double output_scale) {
+kbmla_decode_args merge_args(const kbmla_config &config, const Checker &checker,
+                             const Tensor &lengths, const Tensor &counts, const Tensor &work,
+                             const Tensor &workspace, const Tensor &out,
+                             const std::optional<Tensor> &lse, double output_scale) {
     int64_t requests = out.dim() > 0 ? out.size(0) : 0;
     kbmla_decode_args args = {};
     args.num_requests = request_count(config, requests);
@@ -222,13 +220,13 @@ kbmla_decode_args merge_args(const kbmla_config& config, const Checker& checker,
     args.work_len = work.numel();
     args.workspace = workspace.mutable_data_ptr();
     args.workspace_bytes = workspace.numel();
-    args.out = static_cast<uint16_t*>(out.mutable_data_ptr());
+    args.out = static_cast<uint16_t *>(out.mutable_data_ptr());
     args.out_batch_stride = out.stride(0);
     args.out_token_stride = out.stride(1);
     args.out_head_stride = out.stride(2);
     if (lse.has_value()) {
-        checker.tensor("lse", *lse, ScalarType::Float,
-                       {requests, config.q_len, config.num_heads}, /*any_stride=*/true);
+        checker.tensor("lse", *lse, ScalarType::Float, {requests, config.q_len, config.num_heads},
+                       /*any_stride=*/true);
         args.lse = lse->mutable_data_ptr<float>();
         args.lse_batch_stride = lse->stride(0);
         args.lse_token_stride = lse->stride(1);
@@ -239,10 +237,10 @@ kbmla_decode_args merge_args(const kbmla_config& config, const Checker& checker,
     return args;
 }
 
-void decode(const Tensor& query, const Tensor& cache, const Tensor& block_table,
-            const Tensor& lengths, const std::optional<Tensor>& causal_lens, const Tensor& counts,
-            const Tensor& work, const Tensor& workspace, const Tensor& out,
-            const std::optional<Tensor>& lse, double softmax_scale, double output_scale,
+void decode(const Tensor &query, const Tensor &cache, const Tensor &block_table,
+            const Tensor &lengths, const std::optional<Tensor> &causal_lens, const Tensor &counts,
+            const Tensor &work, const Tensor &workspace, const Tensor &out,
+            const std::optional<Tensor> &lse, double softmax_scale, double output_scale,
             int64_t cp_world, int64_t cp_rank, int64_t cp_interleave, bool pdl,
             std::vector<int64_t> fields) {
     kbmla_config config = make_config(fields);
@@ -254,8 +252,8 @@ void decode(const Tensor& query, const Tensor& cache, const Tensor& block_table,
                    {requests, config.q_len, config.num_heads, KBMLA_HEAD_DIM_V});
     checker.tensor("cache", cache, ScalarType::Float8_e4m3fn, {-1, -1, KBMLA_HEAD_DIM_QK});
     checker.tensor("block_table", block_table, ScalarType::Int, {requests, -1});
-    kbmla_decode_args args = merge_args(config, checker, lengths, counts, work, workspace, out, lse,
-                                        output_scale);
+    kbmla_decode_args args =
+        merge_args(config, checker, lengths, counts, work, workspace, out, lse, output_scale);
     if (causal_lens.has_value()) {
         checker.tensor("totals", *causal_lens, ScalarType::Int, {requests});
         args.causal_lens = causal_lens->const_data_ptr<int32_t>();
@@ -264,11 +262,11 @@ void decode(const Tensor& query, const Tensor& cache, const Tensor& block_table,
         if (number < INT32_MIN || number > INT32_MAX)
             fail(KBMLA_INVALID_ARGUMENT,
                  "cp: expected 32-bit integers, got " + std::to_string(number));
-    args.query = static_cast<const uint8_t*>(query.const_data_ptr());
+    args.query = static_cast<const uint8_t *>(query.const_data_ptr());
     args.query_batch_stride = query.stride(0);
     args.query_token_stride = query.stride(1);
     args.query_head_stride = query.stride(2);
-    args.cache = static_cast<const uint8_t*>(cache.const_data_ptr());
+    args.cache = static_cast<const uint8_t *>(cache.const_data_ptr());
     args.num_pages = cache.size(0);
     args.page_size = cache.size(1);
     args.cache_page_stride = cache.stride(0);
@@ -286,13 +284,13 @@ void decode(const Tensor& query, const Tensor& cache, const Tensor& block_table,
     check(kbmla_decode(&config, &args, launch.stream(), &error), error);
 }
 
-void reduce(const Tensor& lengths, const Tensor& counts, const Tensor& work,
-            const Tensor& workspace, const Tensor& out, const std::optional<Tensor>& lse,
+void reduce(const Tensor &lengths, const Tensor &counts, const Tensor &work,
+            const Tensor &workspace, const Tensor &out, const std::optional<Tensor> &lse,
             double output_scale, int64_t max_tokens, std::vector<int64_t> fields) {
     kbmla_config config = make_config(fields);
     Checker checker(config, "workspace", workspace);
-    kbmla_decode_args args = merge_args(config, checker, lengths, counts, work, workspace, out, lse,
-                                        output_scale);
+    kbmla_decode_args args =
+        merge_args(config, checker, lengths, counts, work, workspace, out, lse, output_scale);
     args.max_pages = max_tokens;
     args.page_size = 1;
     kbmla_error error = {};
@@ -328,14 +326,14 @@ STABLE_TORCH_LIBRARY_IMPL(kbmla, CUDA, m) {
 #define KBMLA_TEXT(x) KBMLA_TEXT_OF(x)
 
 // Version of torch the binding was compiled against, for build_info() and import errors.
-extern "C" const char* kbmla_built_torch(void) {
+extern "C" const char *kbmla_built_torch(void) {
     return KBMLA_TEXT(TORCH_VERSION_MAJOR) "." KBMLA_TEXT(TORCH_VERSION_MINOR) "." KBMLA_TEXT(
         TORCH_VERSION_PATCH);
 }
 
 // Importing the module is what registers the ops; it has no functions of its own.
 extern "C" PyMODINIT_FUNC PyInit__C(void) {
-    static PyModuleDef module = {PyModuleDef_HEAD_INIT, "_C", nullptr, -1, nullptr,
-                                 nullptr, nullptr, nullptr, nullptr};
+    static PyModuleDef module = {
+        PyModuleDef_HEAD_INIT, "_C", nullptr, -1, nullptr, nullptr, nullptr, nullptr, nullptr};
     return PyModule_Create(&module);
 }
