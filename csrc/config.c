@@ -52,15 +52,11 @@ kbmla_status kbmla_config_check(const kbmla_config *config, kbmla_error *err) {
 }
 
 /*
- * One budget for the scratch of a whole step: its worst plan fills no more slots than
- * (requests * q tiles + clusters) full tiles of 128 rows would, whatever `capacity` allows.
- * A plan of `extra` splits beyond the first uses at most 2 * extra slots (each split request adds
- * its first split to those it counts) and at most one per entry.
+ * One budget for the scratch of a whole step, in slots: no plan fills more than (requests * q tiles
+ * + clusters) full tiles of 128 rows would, whatever `capacity` allows. The planner keeps to it.
  */
-static int32_t limit_extra(int32_t capacity, int64_t tiles, int64_t clusters, int32_t tile_rows) {
-    int64_t budget = (tiles + clusters) * KBMLA_MAX_TILE_ROWS / tile_rows;
-    int64_t most = budget - tiles > budget / 2 ? budget - tiles : budget / 2;
-    return capacity < most ? capacity : (int32_t)most;
+static int32_t partial_budget(int64_t tiles, int64_t clusters, int32_t tile_rows) {
+    return (int32_t)((tiles + clusters) * KBMLA_MAX_TILE_ROWS / tile_rows);
 }
 
 kbmla_status kbmla_config_sizes(const kbmla_config *config, kbmla_sizes *sizes, kbmla_error *err) {
@@ -74,10 +70,13 @@ kbmla_status kbmla_config_sizes(const kbmla_config *config, kbmla_sizes *sizes, 
     sizes->rows = rows;
     sizes->num_q_tiles = num_q_tiles;
     sizes->q_tile_rows = kbmla_ceil_div(even, ROW_GRANULE) * ROW_GRANULE;
-    sizes->max_extra =
-        limit_extra(config->capacity, tiles, config->num_clusters, sizes->q_tile_rows);
+    int32_t budget = partial_budget(tiles, config->num_clusters, sizes->q_tile_rows);
+    sizes->max_extra = kbmla_min(config->capacity, budget);
     sizes->list_len = tiles + sizes->max_extra + config->num_clusters + config->max_requests;
-    sizes->max_partials = kbmla_min(2 * sizes->max_extra, tiles + sizes->max_extra);
+    /* A plan of e splits beyond the first of each request uses at most 2e slots, since each split
+     * request adds its first split to those it counts, and at most one per entry. */
+    int32_t most = kbmla_min(2 * sizes->max_extra, tiles + sizes->max_extra);
+    sizes->max_partials = kbmla_min(most, budget);
 
     int64_t slot_rows = (int64_t)sizes->max_partials * sizes->q_tile_rows;
     int64_t o_bytes = slot_rows * KBMLA_HEAD_DIM_V * (config->partial_fp16 ? 2 : 4);

@@ -179,14 +179,27 @@ KBMLA_HOST_DEVICE int32_t kbmla_plan_count(const kbmla_plan_rule *rule, int32_t 
 
 /* ------------------------------------------------------------------ price of a candidate */
 
+/* Adds to a sum that threads of a device planner may share; the order does not matter. */
+#ifdef __CUDA_ARCH__
+#define KBMLA_PLAN_ADD_TO(sum, value) atomicAdd(&(sum), (value))
+#else
+#define KBMLA_PLAN_ADD_TO(sum, value) ((sum) += (value))
+#endif
+
 /* What a pass over the requests sums up for one candidate. */
 typedef struct kbmla_plan_sums {
-    int32_t entries;                           /* q tiles included, as in all that follow */
-    int32_t slots;                             /* of split requests */
-    int32_t weight;                            /* of all entries */
+    int32_t slots;                             /* of split requests; q tiles included, as below */
     int32_t class_entries[KBMLA_PLAN_CLASSES]; /* class 0 holds the lightest */
     int32_t class_weight[KBMLA_PLAN_CLASSES];
 } kbmla_plan_sums;
+
+/* What its price depends on. */
+typedef struct kbmla_plan_totals {
+    int32_t entries;
+    int32_t slots;
+    int32_t weight;
+    int32_t fullest; /* load of the fullest cluster */
+} kbmla_plan_totals;
 
 /* Weight of an entry of `per` tiles. */
 KBMLA_HOST_DEVICE int32_t kbmla_plan_weight(const kbmla_plan_rule *rule,
@@ -212,15 +225,13 @@ KBMLA_HOST_DEVICE void kbmla_plan_add_entries(const kbmla_plan_rule *rule,
     int32_t entries = splits * rule->num_q_tiles;
     int32_t weight = kbmla_plan_weight(rule, step, per, count) * entries;
     int32_t index = kbmla_plan_class(piece, per);
-    sums->entries += entries;
-    sums->slots += count > 1 ? entries : 0;
-    sums->weight += weight;
-    sums->class_entries[index] += entries;
-    sums->class_weight[index] += weight;
+    KBMLA_PLAN_ADD_TO(sums->class_entries[index], entries);
+    KBMLA_PLAN_ADD_TO(sums->class_weight[index], weight);
+    if (count > 1)
+        KBMLA_PLAN_ADD_TO(sums->slots, entries);
 }
 
-/* Adds request `batch`: its last split, which may be shorter, apart from the others. Sums may be
- * formed in any order: on a device these are atomics of one warp. */
+/* Adds request `batch`: its last split, which may be shorter, apart from the others. */
 KBMLA_HOST_DEVICE void kbmla_plan_add(const kbmla_plan_rule *rule, const kbmla_plan_step *step,
                                       int32_t candidate, kbmla_divisor piece, int32_t batch,
                                       int32_t tiles, kbmla_plan_sums *sums) {
@@ -254,9 +265,9 @@ KBMLA_HOST_DEVICE int32_t kbmla_plan_taken(int32_t ranks, int32_t rows, int32_t 
 }
 
 /* Load of a cluster when every entry weighs the average of its class. */
-KBMLA_HOST_DEVICE int32_t kbmla_plan_load(const kbmla_plan_sums *sums, int32_t clusters,
-                                          int32_t column) {
-    int32_t rows = kbmla_ceil_div(sums->entries, clusters);
+KBMLA_HOST_DEVICE int32_t kbmla_plan_load(const kbmla_plan_sums *sums, int32_t entries,
+                                          int32_t clusters, int32_t column) {
+    int32_t rows = kbmla_ceil_div(entries, clusters);
     int32_t load = 0, ranks = 0, taken = 0;
     for (int32_t i = KBMLA_PLAN_CLASSES - 1; i >= 0; i--) {
         if (sums->class_entries[i] == 0)
@@ -271,8 +282,9 @@ KBMLA_HOST_DEVICE int32_t kbmla_plan_load(const kbmla_plan_sums *sums, int32_t c
 
 /* Load of the fullest cluster. Loads change only where a class ends, so it is enough to look at
  * the clusters on both sides of each end. */
-KBMLA_HOST_DEVICE int32_t kbmla_plan_fullest(const kbmla_plan_sums *sums, int32_t clusters) {
-    int32_t rows = kbmla_ceil_div(sums->entries, clusters);
+KBMLA_HOST_DEVICE int32_t kbmla_plan_fullest(const kbmla_plan_sums *sums, int32_t entries,
+                                             int32_t clusters) {
+    int32_t rows = kbmla_ceil_div(entries, clusters);
     int32_t fullest = 0, ranks = 0;
     for (int32_t i = KBMLA_PLAN_CLASSES - 1; i >= 0; i--) {
         if (sums->class_entries[i] == 0)
@@ -282,26 +294,38 @@ KBMLA_HOST_DEVICE int32_t kbmla_plan_fullest(const kbmla_plan_sums *sums, int32_
             int32_t rank = ranks - 1 + side;
             int32_t row = rank / clusters;
             int32_t column = kbmla_plan_row_column(row, rows, clusters, rank - row * clusters);
-            fullest = kbmla_max(fullest, kbmla_plan_load(sums, clusters, column));
+            fullest = kbmla_max(fullest, kbmla_plan_load(sums, entries, clusters, column));
         }
     }
     return fullest;
 }
 
+/* The totals, by one thread. */
+KBMLA_HOST_DEVICE kbmla_plan_totals kbmla_plan_total(const kbmla_plan_rule *rule,
+                                                     const kbmla_plan_sums *sums) {
+    kbmla_plan_totals totals = {0, sums->slots, 0, 0};
+    for (int32_t i = 0; i < KBMLA_PLAN_CLASSES; i++) {
+        totals.entries += sums->class_entries[i];
+        totals.weight += sums->class_weight[i];
+    }
+    totals.fullest = kbmla_plan_fullest(sums, totals.entries, rule->num_clusters);
+    return totals;
+}
+
 /* Price of a candidate in weights; INT32_MAX where it does not fit. Time is taken as that of a full
  * wave for the mean load, and beyond it as that of clusters which no longer share the memory. */
 KBMLA_HOST_DEVICE int32_t kbmla_plan_price(const kbmla_plan_rule *rule, const kbmla_plan_step *step,
-                                           const kbmla_plan_sums *sums) {
-    int32_t extra = sums->entries - rule->num_requests * rule->num_q_tiles;
-    if (extra > rule->max_extra || sums->slots > rule->max_partials)
+                                           kbmla_plan_totals totals) {
+    int32_t extra = totals.entries - rule->num_requests * rule->num_q_tiles;
+    if (extra > rule->max_extra || totals.slots > rule->max_partials)
         return INT32_MAX;
-    int32_t mean = sums->weight / rule->num_clusters;
-    int32_t above = kbmla_max(kbmla_plan_fullest(sums, rule->num_clusters) - mean, 0);
+    int32_t mean = totals.weight / rule->num_clusters;
+    int32_t above = kbmla_max(totals.fullest - mean, 0);
     int64_t price = mean + (((int64_t)above * rule->tail_256) >> 8);
-    if (sums->slots > 0) {
+    if (totals.slots > 0) {
         /* A balanced wave ends everywhere at once, and so do its last stores. */
-        int32_t storing = kbmla_min(2 * sums->slots, 2 * rule->num_clusters) - rule->num_clusters;
-        int64_t fixed = rule->reduce_cost + (((int64_t)sums->slots * rule->slot_cost_256) >> 8) +
+        int32_t storing = kbmla_min(2 * totals.slots, 2 * rule->num_clusters) - rule->num_clusters;
+        int64_t fixed = rule->reduce_cost + (((int64_t)totals.slots * rule->slot_cost_256) >> 8) +
                         (int64_t)kbmla_max(storing, 0) * rule->store_cost / rule->num_clusters;
         price += fixed >> step->weight_shift;
     }

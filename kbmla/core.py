@@ -13,12 +13,11 @@ from . import ops
 from ._lib import Config, config_sizes, has_cuda_kernels, prepare
 
 # Per DCP setting: (most requests, entries a plan may hold beyond one per request and q tile).
-CAPACITY: dict[bool, tuple[tuple[int, int], ...]] = {
-    False: ((16, 264), (64, 396), (256, 528), (1024, 640)),
-    True: ((16, 264), (64, 396), (256, 528), (1024, 640)),
-}
-# Fewer tokens than this are not worth a split of their own.
-MIN_SPLIT_TOKENS = 256
+# Chosen on the model of benchmarks/simulate_plan.py: larger ones gain nothing more.
+_CAPACITY = ((16, 132), (64, 264), (256, 396), (1024, 640))
+CAPACITY: dict[bool, tuple[tuple[int, int], ...]] = {False: _CAPACITY, True: _CAPACITY}
+# One KV tile: longer minima cost short steps more than they save, on the same model.
+MIN_SPLIT_TOKENS = 128
 # Stock scale of P before its E4M3 rounding: P below 2^-10 rounds to 0, and a row maximum is kept
 # until a score is 2^8 above it, so the strongest keys are rounded too.
 TOKENSPEED_P_SCALE = 1.0

@@ -29,7 +29,7 @@ static int32_t candidate_price(const kbmla_plan_rule *rule, const kbmla_plan_ste
     kbmla_plan_sums sums = {0};
     for (int32_t b = 0; b < rule->num_requests; b++)
         kbmla_plan_add(rule, step, candidate, piece, b, tiles[b], &sums);
-    return kbmla_plan_price(rule, step, &sums);
+    return kbmla_plan_price(rule, step, kbmla_plan_total(rule, &sums));
 }
 
 static void choose_counts(const kbmla_plan_rule *rule, plan_state *state) {
