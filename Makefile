@@ -19,13 +19,16 @@ endif
 
 # CUDA: "auto" builds the kernels wherever nvcc is, whether or not a GPU is; 0 never, 1 insists.
 # TORCH_CUDA_ARCH_LIST chooses the cards of the portable kernels (tools/nvcc.py has the default).
-KBMLA_CUDA ?= 0
+KBMLA_CUDA ?= auto
 NVCC     ?= $(firstword $(wildcard $(CUDA_HOME)/bin/nvcc) $(shell command -v nvcc))
 ifeq ($(KBMLA_CUDA),1)
 HAS_CUDA = 1
 else ifeq ($(KBMLA_CUDA),auto)
 HAS_CUDA = $(if $(NVCC),1)
 endif
+# Where nvcc keeps the runtime, which is linked statically: no CUDA library is needed at import.
+CUDART   = $(firstword $(wildcard $(addsuffix /libcudart_static.a,$(shell $(NVCC) --dryrun x.cu 2>&1 | sed -nE 's/.*LIBRARIES=//p' | grep -oE '\-L[^" ]+' | cut -c3-))))
+LINK_FLAGS = -lm $(if $(HAS_CUDA),$(CUDART) -lrt -ldl -lpthread)
 NVCC_FLAGS = -std=c++17 -O3 -lineinfo -Xcompiler -fPIC,-Wall -Icsrc
 
 CORE_C   = $(wildcard csrc/*.c) $(wildcard csrc/cpu/*.c)
@@ -96,11 +99,15 @@ $(LIB): $(OBJECTS)
 	@rm -f $@
 	$(AR) rcs $@ $^
 
-lib: $(LIB) ## the core alone, build/libkbmla.a
+$(BUILD)/link-flags: $(LIB)
+	@$(if $(HAS_CUDA),$(if $(CUDART),,echo 'kbmla: libcudart_static.a was not found beside $(NVCC)' >&2; exit 1))
+	@echo '$(LINK_FLAGS)' > $@
+
+lib: $(LIB) $(BUILD)/link-flags ## the core alone, build/libkbmla.a
 
 BUILD_STAMP = $(BUILD)/package-$(subst /,_,$(PYTHON)).stamp
 
-$(BUILD_STAMP): $(ENV_STAMP) $(LIB) csrc/torch/ops.cpp setup.py pyproject.toml
+$(BUILD_STAMP): $(ENV_STAMP) $(BUILD)/link-flags csrc/torch/ops.cpp setup.py pyproject.toml
 	$(PYTHON) -m pip install -q --no-build-isolation --no-deps -e .
 	@touch $@
 

@@ -29,6 +29,9 @@ class Build(BuildExtension):  # type: ignore[misc]
     def build_extensions(self) -> None:
         jobs = os.environ.get("MAX_JOBS") or str(os.cpu_count() or 1)
         subprocess.run(["make", "-s", "-j", jobs, "lib"], cwd=ROOT, check=True)
+        flags = (ROOT / "build" / "link-flags").read_text().split()
+        for extension in self.extensions:
+            extension.extra_link_args += flags
         super().build_extensions()
 
 

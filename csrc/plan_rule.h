@@ -96,8 +96,9 @@ typedef struct kbmla_divisor {
 } kbmla_divisor;
 
 KBMLA_HOST_DEVICE kbmla_divisor kbmla_make_divisor(uint32_t divisor) {
-    kbmla_divisor result = {divisor,
-                            divisor > 1 ? (uint32_t)(((uint64_t)1 << 32) / divisor) : UINT32_MAX};
+    kbmla_divisor result = {divisor, UINT32_MAX};
+    if (divisor > 1) /* 2^32 is one more than the largest 32-bit number */
+        result.inverse = UINT32_MAX / divisor + ((divisor & (divisor - 1)) == 0);
     return result;
 }
 
@@ -111,12 +112,17 @@ KBMLA_HOST_DEVICE uint32_t kbmla_divide(uint32_t a, kbmla_divisor d) {
     return quotient + (a - quotient * d.divisor >= d.divisor);
 }
 
+/* Of a sum over a step, which usually fits 31 bits, where a division costs a fraction. */
+KBMLA_HOST_DEVICE int64_t kbmla_plan_ceil_div64(int64_t a, int32_t b) {
+    return a <= INT32_MAX ? kbmla_ceil_div((int32_t)a, b) : (a + b - 1) / b;
+}
+
 /* ------------------------------------------------------------------ counts of one request */
 
 /* The most splits that leave each at least min_tiles tiles. */
 KBMLA_HOST_DEVICE int32_t kbmla_plan_limit(const kbmla_plan_rule *rule, int32_t tiles,
                                            int32_t count) {
-    int32_t most = kbmla_min(tiles / rule->min_tiles, KBMLA_MAX_SPLITS);
+    int32_t most = kbmla_min(kbmla_div(tiles, rule->min_tiles), KBMLA_MAX_SPLITS);
     return kbmla_normalise_count(tiles, kbmla_max(1, kbmla_min(count, most)));
 }
 
@@ -142,12 +148,12 @@ KBMLA_HOST_DEVICE kbmla_divisor kbmla_plan_piece(const kbmla_plan_rule *rule,
     int64_t piece = step->max_tiles;
     if (candidate == 1 && rule->max_extra > 0) {
         /* count - 1 < tiles / piece and count <= 2 * (count - 1): both limits hold. */
-        int64_t extra_piece = (step->work + rule->max_extra - 1) / rule->max_extra;
-        int64_t slots_piece = (2 * step->work + rule->max_partials - 1) / rule->max_partials;
+        int64_t extra_piece = kbmla_plan_ceil_div64(step->work, rule->max_extra);
+        int64_t slots_piece = kbmla_plan_ceil_div64(2 * step->work, rule->max_partials);
         piece = extra_piece > slots_piece ? extra_piece : slots_piece;
     } else if (candidate > 1) {
-        int64_t parts = (int64_t)kbmla_min(rule->num_clusters, kbmla_max(rule->max_extra, 1)) * 32;
-        piece = (step->work * rule->candidates[candidate].piece + parts - 1) / parts;
+        int32_t parts = kbmla_min(rule->num_clusters, kbmla_max(rule->max_extra, 1)) * 32;
+        piece = kbmla_plan_ceil_div64(step->work * rule->candidates[candidate].piece, parts);
     }
     /* Past the longest request a piece still says which requests a dither cuts. */
     int64_t most = 4 * (int64_t)step->max_tiles;
@@ -178,13 +184,6 @@ KBMLA_HOST_DEVICE int32_t kbmla_plan_count(const kbmla_plan_rule *rule, int32_t 
 }
 
 /* ------------------------------------------------------------------ price of a candidate */
-
-/* Adds to a sum that threads of a device planner may share; the order does not matter. */
-#ifdef __CUDA_ARCH__
-#define KBMLA_PLAN_ADD_TO(sum, value) atomicAdd(&(sum), (value))
-#else
-#define KBMLA_PLAN_ADD_TO(sum, value) ((sum) += (value))
-#endif
 
 /* What a pass over the requests sums up for one candidate. */
 typedef struct kbmla_plan_sums {
@@ -217,28 +216,35 @@ KBMLA_HOST_DEVICE int32_t kbmla_plan_class(kbmla_divisor piece, int32_t per) {
     return index < KBMLA_PLAN_CLASSES ? (int32_t)index : KBMLA_PLAN_CLASSES - 1;
 }
 
-/* Adds `entries` splits of `per` tiles of each q tile. */
-KBMLA_HOST_DEVICE void kbmla_plan_add_entries(const kbmla_plan_rule *rule,
-                                              const kbmla_plan_step *step, kbmla_divisor piece,
-                                              int32_t per, int32_t count, int32_t splits,
-                                              kbmla_plan_sums *sums) {
-    int32_t entries = splits * rule->num_q_tiles;
-    int32_t weight = kbmla_plan_weight(rule, step, per, count) * entries;
-    int32_t index = kbmla_plan_class(piece, per);
-    KBMLA_PLAN_ADD_TO(sums->class_entries[index], entries);
-    KBMLA_PLAN_ADD_TO(sums->class_weight[index], weight);
-    if (count > 1)
-        KBMLA_PLAN_ADD_TO(sums->slots, entries);
+/* What entries of one length and one request add to the sums. */
+typedef struct kbmla_plan_part {
+    int32_t class_index;
+    int32_t entries;
+    int32_t weight;
+} kbmla_plan_part;
+
+/* `splits` splits of `per` tiles of each q tile, of a request cut into `count`. */
+KBMLA_HOST_DEVICE kbmla_plan_part kbmla_plan_part_of(const kbmla_plan_rule *rule,
+                                                     const kbmla_plan_step *step,
+                                                     kbmla_divisor piece, int32_t per,
+                                                     int32_t count, int32_t splits) {
+    kbmla_plan_part part;
+    part.entries = splits * rule->num_q_tiles;
+    part.weight = kbmla_plan_weight(rule, step, per, count) * part.entries;
+    part.class_index = kbmla_plan_class(piece, per);
+    return part;
 }
 
-/* Adds request `batch`: its last split, which may be shorter, apart from the others. */
-KBMLA_HOST_DEVICE void kbmla_plan_add(const kbmla_plan_rule *rule, const kbmla_plan_step *step,
-                                      int32_t candidate, kbmla_divisor piece, int32_t batch,
-                                      int32_t tiles, kbmla_plan_sums *sums) {
+/* The two parts of a request: all splits but the last, and the last, which may be shorter. Returns
+ * its slots. */
+KBMLA_HOST_DEVICE int32_t kbmla_plan_parts(const kbmla_plan_rule *rule, const kbmla_plan_step *step,
+                                           int32_t candidate, kbmla_divisor piece, int32_t batch,
+                                           int32_t tiles, kbmla_plan_part parts[2]) {
     int32_t count = kbmla_plan_count(rule, candidate, piece, batch, tiles);
     int32_t per = kbmla_ceil_div(tiles, count);
-    kbmla_plan_add_entries(rule, step, piece, per, count, count - 1, sums);
-    kbmla_plan_add_entries(rule, step, piece, tiles - per * (count - 1), count, 1, sums);
+    parts[0] = kbmla_plan_part_of(rule, step, piece, per, count, count - 1);
+    parts[1] = kbmla_plan_part_of(rule, step, piece, tiles - per * (count - 1), count, 1);
+    return count > 1 ? count * rule->num_q_tiles : 0;
 }
 
 /* ------------------------------------------------------------------ placement
@@ -252,7 +258,7 @@ KBMLA_HOST_DEVICE int32_t kbmla_plan_row_column(int32_t row, int32_t rows, int32
 }
 
 KBMLA_HOST_DEVICE int32_t kbmla_plan_position(int32_t rank, int32_t entries, int32_t clusters) {
-    int32_t row = rank / clusters;
+    int32_t row = kbmla_div(rank, clusters);
     int32_t rows = kbmla_ceil_div(entries, clusters);
     return row * clusters + kbmla_plan_row_column(row, rows, clusters, rank - row * clusters);
 }
@@ -260,7 +266,7 @@ KBMLA_HOST_DEVICE int32_t kbmla_plan_position(int32_t rank, int32_t entries, int
 /* How many of the first `ranks` entries cluster `column` takes. */
 KBMLA_HOST_DEVICE int32_t kbmla_plan_taken(int32_t ranks, int32_t rows, int32_t clusters,
                                            int32_t column) {
-    int32_t row = ranks / clusters;
+    int32_t row = kbmla_div(ranks, clusters);
     return row + (kbmla_plan_row_column(row, rows, clusters, column) < ranks - row * clusters);
 }
 
@@ -292,7 +298,7 @@ KBMLA_HOST_DEVICE int32_t kbmla_plan_fullest(const kbmla_plan_sums *sums, int32_
         ranks += sums->class_entries[i];
         for (int32_t side = 0; side < 2; side++) {
             int32_t rank = ranks - 1 + side;
-            int32_t row = rank / clusters;
+            int32_t row = kbmla_div(rank, clusters);
             int32_t column = kbmla_plan_row_column(row, rows, clusters, rank - row * clusters);
             fullest = kbmla_max(fullest, kbmla_plan_load(sums, entries, clusters, column));
         }

@@ -22,9 +22,24 @@ KBMLA_HOST_DEVICE int32_t kbmla_min(int32_t a, int32_t b) {
 KBMLA_HOST_DEVICE int32_t kbmla_max(int32_t a, int32_t b) {
     return a > b ? a : b;
 }
-/* a >= 0, b > 0. Written so that it cannot overflow for any int32 a. */
+
+/* floor(a / b) for a >= 0, b > 0. On a device a float quotient is within one of it for a < 2^20,
+ * at a third of the instructions of an integer division. */
+KBMLA_HOST_DEVICE int32_t kbmla_div(int32_t a, int32_t b) {
+#ifdef __CUDA_ARCH__
+    if (a < (1 << 20)) {
+        int32_t quotient = (int32_t)__fdividef((float)a, (float)b);
+        int32_t rest = a - quotient * b;
+        return quotient + (rest >= b) - (rest < 0);
+    }
+#endif
+    return a / b;
+}
+
+/* Rounded up; it cannot overflow for any int32 a >= 0. */
 KBMLA_HOST_DEVICE int32_t kbmla_ceil_div(int32_t a, int32_t b) {
-    return a / b + (a % b != 0);
+    int32_t quotient = kbmla_div(a, b);
+    return quotient + (a != quotient * b);
 }
 
 /* ------------------------------------------------------------------ query rows
@@ -56,8 +71,8 @@ KBMLA_HOST_DEVICE int32_t kbmla_pack_entry(int32_t q_tile, int32_t batch, int32_
 KBMLA_HOST_DEVICE kbmla_work_tile kbmla_unpack_entry(int32_t entry, int32_t num_requests) {
     int32_t packed = kbmla_max(entry, 0);
     kbmla_work_tile tile;
-    tile.q_tile = (packed >> 8) / num_requests;
-    tile.batch = (packed >> 8) % num_requests;
+    tile.q_tile = kbmla_div(packed >> 8, num_requests);
+    tile.batch = (packed >> 8) - tile.q_tile * num_requests;
     tile.split = packed & 255;
     tile.is_valid = entry >= 0;
     return tile;

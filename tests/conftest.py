@@ -35,6 +35,7 @@ def pytest_configure(config: pytest.Config) -> None:
         "gpu: needs a CUDA device",
         "sm90: needs a Hopper GPU",
         "multi_gpu: needs two CUDA devices",
+        "sanitize: short enough to run under compute-sanitizer; captures no graphs",
         "slow: takes more than a few seconds on two cores",
     ):
         config.addinivalue_line("markers", line)

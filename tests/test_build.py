@@ -3,6 +3,7 @@ counts, in isolation. Everything runs in a copy of the sources, so the installed
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import shutil
@@ -46,6 +47,7 @@ def sources(tmp_path_factory) -> Path:
     skip = shutil.ignore_patterns("*.so", "__pycache__", "build")
     shutil.copytree(ROOT / "csrc", copy / "csrc", ignore=skip)
     shutil.copytree(ROOT / "kbmla", copy / "kbmla", ignore=skip)
+    shutil.copytree(ROOT / "tools", copy / "tools", ignore=skip)
     for name in ("Makefile", "setup.py", "pyproject.toml", "README.md", "LICENSE"):
         if (ROOT / name).exists():
             shutil.copy(ROOT / name, copy / name)
@@ -73,25 +75,106 @@ def test_43_build_without_a_gpu():
 
 @pytest.mark.slow
 def test_43_core_builds_alone(sources):
-    """The C core needs no torch, no Python and no nvcc: make and a C compiler."""
+    """The C core needs no torch, no Python packages and no nvcc: make and a C compiler."""
     need("make")
     need("gcc")
-    bare = {"CUDA_VISIBLE_DEVICES": "", "TORCH_CUDA_ARCH_LIST": "", "CFLAGS": "-O0"}
+    bare = {"CUDA_VISIBLE_DEVICES": "", "TORCH_CUDA_ARCH_LIST": "", "KBMLA_CUDA": "0"}
     done = run("make", "lib", "-j2", "PYTHON=/nonexistent", "CFLAGS=-O0", cwd=sources, **bare)
     assert done.returncode == 0, done.stderr[-2000:]
+    assert "no CUDA kernels" in done.stdout
     assert (sources / "build" / "libkbmla.a").stat().st_size > 0
 
 
-def test_44_architectures():
-    """FlashMLA#79, #128, cutlass#1874, lmdeploy#3806: kernels that need sm_90a are built for it."""
+def cuobjdump() -> str:
+    """The disassembler's path: from the development environment, else from PATH."""
+    spec = importlib.util.find_spec("nvidia")
+    for folder in spec.submodule_search_locations if spec else ():
+        for found in Path(folder).glob("*/bin/cuobjdump"):
+            found.chmod(found.stat().st_mode | 0o111)
+            return str(found)
+    return need("cuobjdump")
+
+
+def test_43_images():
+    """pytorch#28955, #66333: without a GPU and without TORCH_CUDA_ARCH_LIST the build holds images
+    of SM80 and SM90, and PTX for later cards."""
     if not has_cuda_kernels():
         pytest.skip("this build has no CUDA kernels")
-    cuobjdump = need("cuobjdump")
+    if os.environ.get("TORCH_CUDA_ARCH_LIST"):
+        pytest.skip("built for the cards of TORCH_CUDA_ARCH_LIST")
     from kbmla import _lib
 
-    listing = run(cuobjdump, "--list-elf", _lib.lib._name).stdout
-    assert "sm_90a" in listing
-    assert "sm_80" in listing
+    images = run(cuobjdump(), "--list-elf", _lib.lib._name).stdout
+    assert "sm_80" in images
+    assert "sm_90" in images
+    assert "sm_90" in run(cuobjdump(), "--list-ptx", _lib.lib._name).stdout
+
+
+def compile_cuda(archs: str, tmp_path: Path, nvcc: str | None = None):
+    """Compiles the smallest CUDA source for an arch list."""
+    target = tmp_path / "launch.o"
+    compiler = nvcc or need("nvcc")
+    done = run(
+        sys.executable, "tools/nvcc.py", compiler, "cuda", "csrc/cuda/cuda_launch.cu", str(target),
+        "-std=c++17", "-Icsrc", TORCH_CUDA_ARCH_LIST=archs,
+    )  # fmt: skip
+    return done, target
+
+
+@pytest.mark.parametrize(
+    ("archs", "images", "ptx"),
+    [
+        ("9.0", ["sm_90"], []),
+        ("9.0a", ["sm_90"], []),  # portable kernels use nothing of the "a" variants
+        ("8.0;9.0a", ["sm_80", "sm_90"], []),
+        ("9.0+PTX", ["sm_90"], ["sm_90"]),
+        ("8.6 10.0a+PTX", ["sm_86", "sm_100"], ["sm_100"]),
+    ],
+)
+def test_44_architectures(tmp_path, archs, images, ptx):
+    """FlashMLA#79, #128, cutlass#1874, lmdeploy#3806: TORCH_CUDA_ARCH_LIST in all its forms."""
+    done, target = compile_cuda(archs, tmp_path)
+    assert done.returncode == 0, done.stderr
+    for flag, wanted in (("--list-elf", images), ("--list-ptx", ptx)):
+        listed = set(re.findall(r"sm_\d+", run(cuobjdump(), flag, str(target)).stdout))
+        assert listed == set(wanted)
+
+
+@pytest.mark.parametrize("archs", ["7.5", "99.0", "Hopper"])
+def test_44_unknown_architecture_is_one_line(tmp_path, archs):
+    """xformers#1298: a card the kernels or the compiler do not know stops with one line."""
+    done, target = compile_cuda(archs, tmp_path)
+    assert done.returncode == 1
+    assert len(done.stderr.splitlines()) == 1, done.stderr
+    assert "TORCH_CUDA_ARCH_LIST" in done.stderr
+    assert not target.exists()
+
+
+def test_44_old_nvcc_is_one_line(tmp_path):
+    """An nvcc that is too old is named with its version."""
+    old = tmp_path / "nvcc"
+    old.write_text("#!/bin/sh\necho 'Cuda compilation tools, release 11.8, V11.8.89'\n")
+    old.chmod(0o755)
+    done, _ = compile_cuda("9.0", tmp_path, str(old))
+    assert done.returncode == 1
+    assert len(done.stderr.splitlines()) == 1, done.stderr
+    assert "11.8" in done.stderr
+
+
+def test_spills_fail_the_build():
+    """ptxas lines a kernel must not have."""
+    sys.path.insert(0, str(ROOT / "tools"))
+    import nvcc
+
+    entry = "ptxas info    : Compiling entry function 'k' for 'sm_90'\n"
+    clean = "    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads\n"
+    assert nvcc.complaints(entry + clean) == []
+    for bad in (
+        "    8 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads\n",
+        "    0 bytes stack frame, 8 bytes spill stores, 8 bytes spill loads\n",
+        "ptxas warning : (C7508) setmaxnreg ignored\n",
+    ):
+        assert len(nvcc.complaints(entry + bad)) == 1
 
 
 def test_45_parallel_jobs(sources):

@@ -27,8 +27,14 @@ static int32_t candidate_price(const kbmla_plan_rule *rule, const kbmla_plan_ste
                                int32_t candidate, const int32_t *tiles) {
     kbmla_divisor piece = kbmla_plan_piece(rule, step, candidate);
     kbmla_plan_sums sums = {0};
-    for (int32_t b = 0; b < rule->num_requests; b++)
-        kbmla_plan_add(rule, step, candidate, piece, b, tiles[b], &sums);
+    for (int32_t b = 0; b < rule->num_requests; b++) {
+        kbmla_plan_part parts[2];
+        sums.slots += kbmla_plan_parts(rule, step, candidate, piece, b, tiles[b], parts);
+        for (int32_t i = 0; i < 2; i++) {
+            sums.class_entries[parts[i].class_index] += parts[i].entries;
+            sums.class_weight[parts[i].class_index] += parts[i].weight;
+        }
+    }
     return kbmla_plan_price(rule, step, kbmla_plan_total(rule, &sums));
 }
 

@@ -28,6 +28,7 @@ struct plan_params {
 struct plan_smem {
     int32_t tiles[KBMLA_MAX_REQUESTS];
     kbmla_plan_sums sums[KBMLA_PLAN_MAX_CANDIDATES];
+    kbmla_divisor piece[KBMLA_PLAN_MAX_CANDIDATES];
     int32_t price[KBMLA_PLAN_MAX_CANDIDATES];
     int64_t warp_work[WARPS];
     int32_t warp_max[WARPS];
@@ -75,15 +76,15 @@ static __device__ int32_t fullest_cluster(const kbmla_plan_sums &sums, int32_t e
                                           int32_t clusters, int32_t lane) {
     const int32_t rows = kbmla_ceil_div(entries, clusters);
     const int32_t in_class = sums.class_entries[lane];
-    const int32_t average = in_class > 0 ? sums.class_weight[lane] / in_class : 0;
+    const int32_t average = in_class > 0 ? kbmla_div(sums.class_weight[lane], in_class) : 0;
     /* Entries of this class and all heavier ones: ranks up to the end of the class. */
     const int32_t below = warp_exclusive_sum(in_class, lane);
     const int32_t ranks = entries - below;
-    const int32_t end_row = ranks / clusters, end_rest = ranks - end_row * clusters;
+    const int32_t end_row = kbmla_div(ranks, clusters), end_rest = ranks - end_row * clusters;
     int32_t column[2], load[2] = {0, 0}, taken[2] = {0, 0};
 #pragma unroll
     for (int side = 0; side < 2; side++) {
-        int32_t rank = ranks - 1 + side, row = rank / clusters;
+        int32_t rank = ranks - 1 + side, row = kbmla_div(rank, clusters);
         column[side] = kbmla_plan_row_column(row, rows, clusters, rank - row * clusters);
     }
     uint32_t classes = __ballot_sync(0xFFFFFFFFu, in_class > 0);
@@ -103,6 +104,20 @@ static __device__ int32_t fullest_cluster(const kbmla_plan_sums &sums, int32_t e
     return __reduce_max_sync(0xFFFFFFFFu, in_class > 0 ? kbmla_max(load[0], load[1]) : 0);
 }
 
+/* Adds a part of every lane. Lanes whose class is the first lane's are summed beforehand: in even
+ * batches that is all of them, and their additions would queue up. */
+static __device__ __forceinline__ void add_part(kbmla_plan_sums &sums, const kbmla_plan_part &part,
+                                                int32_t lane) {
+    const int32_t first = __shfl_sync(0xFFFFFFFFu, part.class_index, 0);
+    const bool is_first = part.class_index == first;
+    const int32_t entries = __reduce_add_sync(0xFFFFFFFFu, is_first ? part.entries : 0);
+    const int32_t weight = __reduce_add_sync(0xFFFFFFFFu, is_first ? part.weight : 0);
+    if (lane == 0 ? entries > 0 : !is_first && part.entries > 0) {
+        atomicAdd(&sums.class_entries[part.class_index], lane == 0 ? entries : part.entries);
+        atomicAdd(&sums.class_weight[part.class_index], lane == 0 ? weight : part.weight);
+    }
+}
+
 /* The cheapest candidate; the first of equals. */
 static __device__ int32_t choose_candidate(plan_smem &smem, const kbmla_plan_rule &rule,
                                            const kbmla_plan_step &step) {
@@ -112,8 +127,21 @@ static __device__ int32_t choose_candidate(plan_smem &smem, const kbmla_plan_rul
     const int32_t candidate = warp / share;
     if (candidate < rule.num_candidates) {
         kbmla_divisor piece = kbmla_plan_piece(&rule, &step, candidate);
-        for (int32_t b = warp % share * 32 + lane; b < rule.num_requests; b += share * 32)
-            kbmla_plan_add(&rule, &step, candidate, piece, b, smem.tiles[b], &smem.sums[candidate]);
+        kbmla_plan_sums &sums = smem.sums[candidate];
+        int32_t slots = 0;
+        for (int32_t first = warp % share * 32; first < rule.num_requests; first += share * 32) {
+            const int32_t b = first + lane;
+            kbmla_plan_part parts[2] = {};
+            if (b < rule.num_requests)
+                slots += kbmla_plan_parts(&rule, &step, candidate, piece, b, smem.tiles[b], parts);
+            add_part(sums, parts[0], lane);
+            add_part(sums, parts[1], lane);
+        }
+        slots = __reduce_add_sync(0xFFFFFFFFu, slots);
+        if (lane == 0) {
+            atomicAdd(&sums.slots, slots);
+            smem.piece[candidate] = piece;
+        }
     }
     __syncthreads();
     if (warp < rule.num_candidates) {
@@ -133,12 +161,13 @@ static __device__ int32_t choose_candidate(plan_smem &smem, const kbmla_plan_rul
 }
 
 static __device__ int32_t count_of(const kbmla_plan_rule &rule, const kbmla_plan_step &step,
-                                   int32_t best, int32_t batch, int32_t tiles) {
+                                   int32_t best, kbmla_divisor piece, int32_t batch,
+                                   int32_t tiles) {
     if (rule.policy == KBMLA_POLICY_EQUAL)
         return kbmla_plan_equal_count(&rule, tiles, &step);
     if (rule.policy == KBMLA_POLICY_FIXED)
         return kbmla_plan_fixed_count(&rule, tiles);
-    return kbmla_plan_count(&rule, best, kbmla_plan_piece(&rule, &step, best), batch, tiles);
+    return kbmla_plan_count(&rule, best, piece, batch, tiles);
 }
 
 static __global__ void __launch_bounds__(THREADS)
@@ -162,7 +191,8 @@ static __global__ void __launch_bounds__(THREADS)
     const kbmla_plan_step step = measure_step(smem, tiles, q_tiles);
     const int32_t best =
         rule.policy == KBMLA_POLICY_BALANCED ? choose_candidate(smem, rule, step) : 0;
-    const int32_t count = is_request ? count_of(rule, step, best, batch, tiles) : 0;
+    const int32_t count =
+        is_request ? count_of(rule, step, best, smem.piece[best], batch, tiles) : 0;
     const int32_t slots = count > 1 ? count * q_tiles : 0;
 
     /* The longest entry scales the sort classes. */
