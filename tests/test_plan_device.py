@@ -1,4 +1,4 @@
-"""The device planner gives the host's plans bit for bit, and costs a few microseconds in a graph."""
+"""The device planner gives the host's plans bit for bit and stays in its buffers."""
 
 from __future__ import annotations
 
