@@ -198,15 +198,15 @@ def _split_ranges(tiles: int, count: int) -> list[tuple[int, int]]:
     return [(begin, min(begin + per, tiles)) for begin in range(0, tiles, per)]
 
 
-def _held_maxima(scores: Tensor, allowance: float) -> Tensor:
-    """The maximum [rows, tiles] that each tile of 128 scores uses, tile after tile.
+def _held_maxima(scores: Tensor, step: int, allowance: float) -> Tensor:
+    """The maximum [rows, steps] that each step of `step` scores uses, step after step.
 
-    No tiles give one column of -inf.
+    No steps give one column of -inf.
     """
-    tiles = max(1, -(-scores.shape[1] // TILE_TOKENS))
-    padding = tiles * TILE_TOKENS - scores.shape[1]
+    tiles = max(1, -(-scores.shape[1] // step))
+    padding = tiles * step - scores.shape[1]
     padded = torch.nn.functional.pad(scores, (0, padding), value=-math.inf)
-    tops = padded.view(-1, tiles, TILE_TOKENS).amax(dim=2)
+    tops = padded.view(-1, tiles, step).amax(dim=2)
     held = torch.empty_like(tops)
     m = torch.full_like(tops[:, 0], -math.inf)
     for tile in range(tiles):
@@ -229,16 +229,19 @@ def e4m3_model(
     causal: bool = True,
     counts: Tensor | None = None,
     p_scale: float = 1.0,
+    step: int = TILE_TOKENS,
 ) -> tuple[Tensor, Tensor]:
     """The kernels' result but for FP32 and BF16 rounding: what E4M3 probabilities alone cost.
 
-    Each split goes through tiles of 128 keys in order. A row keeps its maximum m while the new one
-    is at most 8 - log2(p_scale) above it in base-2 units; otherwise it takes the new one and
-    rescales. Probabilities enter the sum unrounded, and the product with V as E4M3(p * p_scale).
+    Each split goes through its keys in order, `step` at a time. A row keeps its maximum m while the
+    new one is at most 8 - log2(p_scale) above it in base-2 units; otherwise it takes the new one
+    and rescales. Probabilities enter the sum unrounded, and the product with V as E4M3(p * p_scale).
 
     Args:
         counts: [>= B] int32 splits per request; None is one split each.
         p_scale: power of two in 1..256.
+        step: keys that share a look at the maximum, a divisor of 128: all 128 of a tile on the CPU,
+            64 in the portable CUDA kernel.
 
     Returns:
         As `attention`.
@@ -250,6 +253,8 @@ def e4m3_model(
     batch, q, heads, _ = query.shape
     if p_scale not in [2.0**i for i in range(9)]:
         raise ValueError(f"p_scale: expected a power of two in 1..256, got {p_scale}")
+    if step < 1 or TILE_TOKENS % step:
+        raise ValueError(f"step: expected a divisor of {TILE_TOKENS}, got {step}")
     if counts is not None and counts.shape[0] < batch:
         raise ValueError(f"counts: expected at least {batch} requests, got {counts.shape[0]}")
     allowance = 8.0 - math.log2(p_scale)
@@ -263,16 +268,17 @@ def e4m3_model(
         count = 1 if counts is None else int(counts[b])
         for first, last in _split_ranges(-(-length // TILE_TOKENS), count):
             split_end = min(last * TILE_TOKENS, length)
-            held = _held_maxima(scores[:, first * TILE_TOKENS : split_end], allowance)
+            split_begin = first * TILE_TOKENS
+            held = _held_maxima(scores[:, split_begin:split_end], step, allowance)
             m = held[:, -1:]
             total = torch.zeros_like(m)
             values = m.new_zeros(q * heads, HEAD_DIM_V)
-            for begin, end in _chunks(first * TILE_TOKENS, split_end):
-                tile = torch.arange(begin, end, device=query.device) // TILE_TOKENS - first
-                tile_m = held[:, tile]
-                p = torch.exp2(scores[:, begin:end] - tile_m.masked_fill(tile_m.isneginf(), 0.0))
-                # All later rescales of a tile's sums at once.
-                rescale = torch.exp2(tile_m - m.masked_fill(m.isneginf(), 0.0))
+            for begin, end in _chunks(split_begin, split_end):
+                index = (torch.arange(begin, end, device=query.device) - split_begin) // step
+                step_m = held[:, index]
+                p = torch.exp2(scores[:, begin:end] - step_m.masked_fill(step_m.isneginf(), 0.0))
+                # All later rescales of a step's sums at once.
+                rescale = torch.exp2(step_m - m.masked_fill(m.isneginf(), 0.0))
                 total += (p * rescale).sum(dim=1, keepdim=True)
                 rows = _rows(cache, block_table[b], begin, end)[:, :HEAD_DIM_V]
                 values += _e4m3(p * p_scale) * rescale @ rows / p_scale

@@ -46,6 +46,7 @@ def model(batch: Batch, counts: list[int], p_scale: float = 1.0):
         batch.scales,
         counts=torch.tensor(counts, dtype=torch.int32),
         p_scale=p_scale,
+        step=64 if batch.query.is_cuda else 128,
     )
 
 
