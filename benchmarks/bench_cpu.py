@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import resource
 import statistics
 import subprocess
 import sys
@@ -115,11 +114,19 @@ def measure(name: str, lengths: list[int], heads: int, q: int, repeats: int) -> 
     }
 
 
+def peak_resident() -> int:
+    """Most bytes this process ever had in memory (getrusage would count its parent's too)."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024
+    raise OSError("/proc/self/status has no VmHWM")
+
+
 def peak_memory() -> tuple[int, int]:
     """(bytes the process peaked at above its state before cache and outputs, cache + outputs)."""
     warm = workloads.paged_cache([256], 64, heads=12, q=1, seed=1)
     prepare(warm)[2]()
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    before = peak_resident()
     lengths, page = [60_000] * 16, 64
     pages = sum(-(-length // page) for length in lengths)
     # Not zeros: those would be pages that the system shares and never counts.
@@ -129,7 +136,7 @@ def peak_memory() -> tuple[int, int]:
     length = torch.tensor(lengths, dtype=torch.int32)
     _, out, decode = prepare(workloads.Batch(query, cache, table, length))
     decode()
-    after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    after = peak_resident()
     return after - before, cache.numel() + out.numel() * 2
 
 
