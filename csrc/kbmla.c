@@ -142,6 +142,38 @@ static kbmla_status check_written(kbmla_error *err, const kbmla_config *config,
     return KBMLA_OK;
 }
 
+/* GPU kernels copy 16 bytes at a time: rows must start at multiples of that. */
+static kbmla_status check_aligned(kbmla_error *err, const char *name, const void *pointer,
+                                  int64_t element_bytes, const int64_t size[3],
+                                  const int64_t stride[3]) {
+    RETURN_IF((uintptr_t)pointer % 16 != 0, err, KBMLA_INVALID_ARGUMENT,
+              "%s: expected 16-byte alignment on a GPU, got address %p", name, pointer);
+    for (int i = 0; i < 3; i++)
+        RETURN_IF(size[i] > 1 && stride[i] * element_bytes % 16 != 0, err, KBMLA_INVALID_ARGUMENT,
+                  "%s: expected strides of a multiple of %lld elements on a GPU, got %lld", name,
+                  16 / (long long)element_bytes, (long long)stride[i]);
+    return KBMLA_OK;
+}
+
+static kbmla_status check_aligned_out(kbmla_error *err, const kbmla_config *config,
+                                      const kbmla_decode_args *args) {
+    const int64_t rows[3] = {args->num_requests, config->q_len, config->num_heads};
+    const int64_t out[3] = {args->out_batch_stride, args->out_token_stride, args->out_head_stride};
+    return check_aligned(err, "out", args->out, 2, rows, out);
+}
+
+static kbmla_status check_aligned_rows(kbmla_error *err, const kbmla_config *config,
+                                       const kbmla_decode_args *args) {
+    const int64_t rows[3] = {args->num_requests, config->q_len, config->num_heads};
+    const int64_t pages[3] = {args->num_pages, args->page_size, 1};
+    const int64_t query[3] = {args->query_batch_stride, args->query_token_stride,
+                              args->query_head_stride};
+    const int64_t cache[3] = {args->cache_page_stride, args->cache_row_stride, 0};
+    FORWARD_IF_ERROR(check_aligned(err, "query", args->query, 1, rows, query));
+    FORWARD_IF_ERROR(check_aligned(err, "cache", args->cache, 1, pages, cache));
+    return check_aligned_out(err, config, args);
+}
+
 static kbmla_status check_workspace(kbmla_error *err, const kbmla_sizes *sizes,
                                     const kbmla_decode_args *args) {
     RETURN_IF(args->workspace_bytes < sizes->workspace_bytes, err, KBMLA_BUFFER_TOO_SMALL,
@@ -257,6 +289,8 @@ kbmla_status kbmla_decode(const kbmla_config *config, const kbmla_decode_args *a
         FORWARD_IF_ERROR(check_pointer(err, "cache", args->cache));
         FORWARD_IF_ERROR(check_pointer(err, "block_table", args->block_table));
     }
+    if (config->backend != KBMLA_BACKEND_CPU)
+        FORWARD_IF_ERROR(check_aligned_rows(err, config, args));
     FORWARD_IF_ERROR(backend->decode(config, &sizes, args, stream, err));
     return backend->reduce(config, &sizes, args, stream, err);
 }
@@ -269,5 +303,7 @@ kbmla_status kbmla_reduce(const kbmla_config *config, const kbmla_decode_args *a
     const struct kbmla_backend_table *backend = backend_of(config);
     RETURN_IF(backend == NULL, err, KBMLA_UNSUPPORTED, "backend %d is not in this build",
               config->backend);
+    if (config->backend != KBMLA_BACKEND_CPU && args->num_requests > 0)
+        FORWARD_IF_ERROR(check_aligned_out(err, config, args));
     return args->num_requests == 0 ? KBMLA_OK : backend->reduce(config, &sizes, args, stream, err);
 }

@@ -235,7 +235,7 @@ def e4m3_model(
 
     Each split goes through its keys in order, `step` at a time. A row keeps its maximum m while the
     new one is at most 8 - log2(p_scale) above it in base-2 units; otherwise it takes the new one
-    and rescales. Probabilities enter the sum unrounded, and the product with V as E4M3(p * p_scale).
+    and rescales. Probabilities enter the sum unrounded, the product with V as E4M3(p * p_scale).
 
     Args:
         counts: [>= B] int32 splits per request; None is one split each.
