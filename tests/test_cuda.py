@@ -168,9 +168,9 @@ def test_dependent_launch_waits_for_its_inputs(cuda):
     for i in range(1000):
         which = i % len(arenas)
         out, lse = new_out(batches[0])
-        late_copy(
-            (64, 1, 1), (256, 1, 1), (arenas[which], live, live.numel() // 16, 20_000 * (i % 3))
-        )
+        # Up to 0.3 ms late, so that the host has launched everything behind it long before.
+        late = 250_000 * (i % 3)
+        late_copy((64, 1, 1), (256, 1, 1), (arenas[which], live, live.numel() // 16, late))
         step(True, out, lse)
         wrong += (out.view(torch.int16) != wanted[which][0].view(torch.int16)).sum()
         wrong += (lse.view(torch.int32) != wanted[which][1].view(torch.int32)).sum()
