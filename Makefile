@@ -7,15 +7,11 @@ VENV     ?= .venv
 PYTHON   ?= $(VENV)/bin/python
 CC       ?= gcc
 BUILD    ?= build
-JOBS     ?= $(or $(MAX_JOBS),$(shell nproc))
 SANITIZE ?= address,undefined
 PYTEST_ARGS ?=
 
 CFLAGS_COMMON = -std=c11 -fPIC -g -Wall -Wextra -Wconversion -Werror -Icsrc
 CFLAGS   ?= -O3
-ifeq ($(DEBUG),1)
-CFLAGS   := -O1 -UNDEBUG
-endif
 
 # CUDA: "auto" builds the kernels wherever nvcc is, whether or not a GPU is; 0 never, 1 insists.
 # TORCH_CUDA_ARCH_LIST chooses the cards of the portable kernels (tools/nvcc.py has the default).
@@ -41,7 +37,7 @@ ASAN_OBJECTS = $(CORE_C:csrc/%.c=$(BUILD)/asan/%.o)
 
 # Per-file instruction sets; the choice among them is made at run time.
 ifeq ($(shell uname -m),x86_64)
-ISA_avx2   = -mavx2 -mfma -mf16c
+ISA_avx2   = -mavx2 -mfma
 ISA_avx512 = $(ISA_avx2) -mavx512f -mavx512bw -mavx512vl -mavx512dq -mprefer-vector-width=512
 endif
 isa_flags = $(if $(findstring avx512,$(1)),$(ISA_avx512),$(if $(findstring avx2,$(1)),$(ISA_avx2)))

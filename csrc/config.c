@@ -42,7 +42,7 @@ kbmla_status kbmla_config_check(const kbmla_config *config, kbmla_error *err) {
     FORWARD_IF_ERROR(check_range(err, "capacity", config->capacity, 0, MAX_CAPACITY));
     FORWARD_IF_ERROR(check_range(err, "min_split_tokens", config->min_split_tokens, 1, INT32_MAX));
     FORWARD_IF_ERROR(check_range(err, "policy", config->policy, 0, KBMLA_POLICY_FIXED));
-    FORWARD_IF_ERROR(check_range(err, "backend", config->backend, 0, KBMLA_BACKEND_SM90));
+    FORWARD_IF_ERROR(check_range(err, "backend", config->backend, 0, KBMLA_BACKEND_CUDA));
     FORWARD_IF_ERROR(check_range(err, "causal", config->causal, 0, 1));
     FORWARD_IF_ERROR(check_range(err, "partial_fp16", config->partial_fp16, 0, 1));
     FORWARD_IF_ERROR(check_range(err, "reducer_d_tiles", config->reducer_d_tiles, 1, 2));
@@ -72,6 +72,11 @@ kbmla_status kbmla_config_sizes(const kbmla_config *config, kbmla_sizes *sizes, 
     sizes->q_tile_rows = kbmla_ceil_div(even, ROW_GRANULE) * ROW_GRANULE;
     int32_t budget = partial_budget(tiles, config->num_clusters, sizes->q_tile_rows);
     sizes->max_extra = kbmla_min(config->capacity, budget);
+    /* Fixed counts must not depend on what else fits: there is room for the most of each. */
+    if (config->policy == KBMLA_POLICY_FIXED) {
+        budget = tiles * KBMLA_FIXED_SPLITS;
+        sizes->max_extra = tiles * (KBMLA_FIXED_SPLITS - 1);
+    }
     sizes->list_len = tiles + sizes->max_extra + config->num_clusters + config->max_requests;
     /* A plan of e splits beyond the first of each request uses at most 2e slots, since each split
      * request adds its first split to those it counts, and at most one per entry. */

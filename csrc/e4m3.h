@@ -1,7 +1,7 @@
 /*
  * Scalar conversions of E4M3 (the "fn" variant: no infinities, NaN is 0x7F and 0xFF), BF16 and
- * FP16. Round to nearest even. Used by the generic CPU path, by tests, and as the statement of the
- * rule that the vector code follows.
+ * FP16, rounding to nearest even: those of the CPU backend's stores, and the statement of the rule
+ * that the vector code follows and the C tests hold it to.
  */
 #ifndef KBMLA_E4M3_H
 #define KBMLA_E4M3_H

@@ -127,6 +127,14 @@ static int is_non_overlapping(const int64_t size[3], const int64_t stride[3], in
     }
 }
 
+/* Elements from the first to past the last. */
+static uintptr_t extent_of(const int64_t size[3], const int64_t stride[3], int64_t inner) {
+    int64_t extent = inner;
+    for (int i = 0; i < 3; i++)
+        extent += (size[i] - 1) * stride[i];
+    return (uintptr_t)extent;
+}
+
 static kbmla_status check_written(kbmla_error *err, const kbmla_config *config,
                                   const kbmla_decode_args *args) {
     const int64_t size[3] = {args->num_requests, config->q_len, config->num_heads};
@@ -139,6 +147,13 @@ static kbmla_status check_written(kbmla_error *err, const kbmla_config *config,
     RETURN_IF(args->lse != NULL && !is_non_overlapping(size, lse, 1), err, KBMLA_INVALID_ARGUMENT,
               "lse: expected strides without overlap, got (%lld, %lld, %lld)", (long long)lse[0],
               (long long)lse[1], (long long)lse[2]);
+    if (args->lse != NULL) {
+        uintptr_t out_begin = (uintptr_t)args->out, lse_begin = (uintptr_t)args->lse;
+        uintptr_t out_end = out_begin + 2 * extent_of(size, out, KBMLA_HEAD_DIM_V);
+        uintptr_t lse_end = lse_begin + 4 * extent_of(size, lse, 1);
+        RETURN_IF(out_begin < lse_end && lse_begin < out_end, err, KBMLA_INVALID_ARGUMENT,
+                  "lse: expected memory apart from out's, got overlapping ranges");
+    }
     return KBMLA_OK;
 }
 
@@ -182,6 +197,14 @@ static kbmla_status check_workspace(kbmla_error *err, const kbmla_sizes *sizes,
     RETURN_IF((uintptr_t)args->workspace % 16 != 0, err, KBMLA_INVALID_ARGUMENT,
               "workspace: expected 16-byte alignment, got address %p", args->workspace);
     return sizes->workspace_bytes > 0 ? check_pointer(err, "workspace", args->workspace) : KBMLA_OK;
+}
+
+/* 448 * 448 * 576, the largest raw score there is, must stay finite under the scale in base 2. */
+static kbmla_status check_softmax_scale(kbmla_error *err, double scale) {
+    const double most = 3.4028234e38 / (1.4426950408889634 * 448.0 * 448.0 * KBMLA_HEAD_DIM_QK);
+    RETURN_IF(!((float)scale > 0.0f) || scale > most, err, KBMLA_INVALID_ARGUMENT,
+              "softmax_scale: expected a scale > 0 and <= %g, got %g", most, scale);
+    return KBMLA_OK;
 }
 
 static kbmla_status check_scale(kbmla_error *err, const char *name, double scale) {
@@ -271,7 +294,7 @@ kbmla_status kbmla_decode(const kbmla_config *config, const kbmla_decode_args *a
     kbmla_sizes sizes;
     FORWARD_IF_ERROR(kbmla_config_sizes(config, &sizes, err));
     FORWARD_IF_ERROR(check_merge(err, config, &sizes, args));
-    FORWARD_IF_ERROR(check_scale(err, "softmax_scale", args->softmax_scale));
+    FORWARD_IF_ERROR(check_softmax_scale(err, args->softmax_scale));
     FORWARD_IF_ERROR(check_context_parallel(err, args));
     FORWARD_IF_ERROR(check_stride(err, "query", args->query_batch_stride));
     FORWARD_IF_ERROR(check_stride(err, "query", args->query_token_stride));

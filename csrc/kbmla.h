@@ -31,6 +31,7 @@ extern "C" {
 #define KBMLA_MAX_PAGE_SIZE 256 /* tokens; every power of two from 1 up to it */
 #define KBMLA_MAX_SPLITS 256    /* splits of one request: 8 bits of a work entry */
 #define KBMLA_MAX_REQUESTS 1024
+#define KBMLA_FIXED_SPLITS 8 /* splits of one request under KBMLA_POLICY_FIXED, at most */
 
 /* ------------------------------------------------------------------ status */
 
@@ -57,13 +58,14 @@ const char *kbmla_status_name(kbmla_status status);
 typedef enum kbmla_policy {
     KBMLA_POLICY_BALANCED = 0, /* counts from all lengths of the step: shortest finishing time */
     KBMLA_POLICY_EQUAL = 1,    /* every request the same count (the stock rule), for comparison */
-    KBMLA_POLICY_FIXED = 2     /* a count from the request's own length only: batch invariant */
+    /* A count from the request's own length only, so that results are batch invariant, at the price
+     * of a list and a workspace that capacity does not bound. */
+    KBMLA_POLICY_FIXED = 2
 } kbmla_policy;
 
 typedef enum kbmla_backend {
     KBMLA_BACKEND_CPU = 0,
-    KBMLA_BACKEND_CUDA = 1, /* portable, SM80 and later */
-    KBMLA_BACKEND_SM90 = 2
+    KBMLA_BACKEND_CUDA = 1 /* portable, SM80 and later */
 } kbmla_backend;
 
 /* What one core runs. Fill with KBMLA_CONFIG_INIT, then set the first four fields. */
@@ -141,6 +143,8 @@ kbmla_status kbmla_plan(const kbmla_config *config, const kbmla_plan_args *args,
 
 /* ------------------------------------------------------------------ decode and reduce */
 
+/* On a GPU the addresses of query, cache and out are multiples of 16 bytes, and so are the strides
+ * of their dimensions above size 1. out and lse share no memory with each other or the inputs. */
 typedef struct kbmla_decode_args {
     int32_t num_requests; /* B; the same as in the plan */
     const uint8_t *query; /* [B, q_len, heads, 576] e4m3 */

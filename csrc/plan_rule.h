@@ -25,9 +25,10 @@
 #include "rules.h"
 
 enum {
-    KBMLA_PLAN_MAX_CANDIDATES = 32,
-    KBMLA_PLAN_CLASSES = 32,     /* in which a candidate's entries are counted: one lane each */
-    KBMLA_PLAN_SORT_CLASSES = 64 /* of the final order */
+    KBMLA_PLAN_MAX_CANDIDATES = 16,
+    KBMLA_PLAN_CLASSES = 64,       /* of like length, by which splits are listed */
+    KBMLA_PLAN_PIECE_CLASSES = 40, /* ... up to the piece aimed at; the rest are above it */
+    KBMLA_PLAN_PRICE_CLASSES = 32  /* pairs of them, in which a candidate's splits are counted */
 };
 
 /* Prices, in nanoseconds on an H200 at 1.7 GHz. [m] measured, [d] derived from
@@ -43,94 +44,119 @@ enum {
     KBMLA_PLAN_REDUCE_ROW_PS = 410  /* [d] FP32 partial row at 5 TB/s; 4 to 6.8 measured */
 };
 
-/* One way to cut. The piece aimed at is p = mean work per cluster * piece / 32. */
+/* One way to cut, in one word. The piece aimed at is p = mean work per cluster * piece / 32. */
 typedef struct kbmla_plan_candidate {
-    int8_t piece;  /* of p, in 32ths of the mean; 0: cut nothing */
-    int8_t shift;  /* eighths of p added to a length before the division by p rounds up */
-    int8_t dither; /* eighths of p added, times a fraction in [0, 1) that differs by request */
-    int8_t snap;   /* 16ths: where pieces would be shorter than snap/16 * p, aim at p/2; 0: never */
-    int8_t phase;  /* 16ths added to the fraction of `dither`, modulo 1 */
+    int32_t piece : 8; /* of p, in 32ths of the mean; not read of candidates 0 and 1 */
+    int32_t shift : 6; /* eighths of p added to a length before the division by p rounds up; <= 0 */
+    int32_t dither : 6; /* eighths of p added, times a fraction in [0, 1) that differs by request */
+    int32_t snap : 6;   /* 16ths: where pieces would be shorter than snap/16 * p, aim at p/2 */
+    int32_t phase : 6;  /* 16ths added to the fraction of `dither`, modulo 1 */
 } kbmla_plan_candidate;
 
-/* All that a plan needs beside the lengths. Made on the host, passed to a kernel by value. */
+/* All that a plan needs beside the lengths. Made on the host, passed to a kernel by value. Inverses
+ * are 2^32 / x rounded up, at most 2^32 - 1: a product's upper half is a quotient or one more. */
 typedef struct kbmla_plan_rule {
     int32_t policy;
     int32_t num_requests;
     int32_t num_clusters;
     int32_t num_q_tiles;
-    int32_t max_extra;     /* sum of (count - 1) * q tiles, at most */
-    int32_t max_partials;  /* sum of count * q tiles over split requests, at most */
-    int32_t min_tiles;     /* of a split */
-    int32_t fixed_limit;   /* count of any request under policy `fixed`, at most */
-    int32_t equal_limit;   /* count under policy `equal`, at most */
-    int32_t direct_cost;   /* of an entry written to `out`, beside its tiles; 16ths of a tile */
-    int32_t partial_cost;  /* of an entry written to the workspace; 16ths of a tile */
-    int32_t tail_256;      /* a tile's time once clusters run dry over that in a full wave, /256 */
-    int32_t store_cost;    /* of partials that all clusters store at once; 16ths of a tile */
-    int32_t reduce_cost;   /* of a step with any split; 16ths of a tile */
-    int32_t slot_cost_256; /* of a partial slot in the reduce; 1/256 of 16ths of a tile */
+    int32_t max_extra;      /* sum of count - 1, at most */
+    int32_t max_slots;      /* sum of the counts of split requests, at most */
+    int32_t min_tiles;      /* of a split */
+    int32_t fixed_limit;    /* count of any request under policy `fixed`, at most */
+    int32_t equal_limit;    /* count under policy `equal`, at most */
+    int32_t direct_cost;    /* of an entry written to `out`, beside its tiles; 16ths of a tile */
+    int32_t partial_cost;   /* of an entry written to the workspace; 16ths of a tile */
+    int32_t reduce_cost;    /* of a step with any split; 16ths of a tile */
+    int32_t slot_cost_256;  /* of a split of a split request in the reduce; 1/256 of the above */
+    int32_t store_cost_256; /* of one beyond half a wave of partials; 1/256 of 16ths of a tile */
+    uint32_t min_inverse;   /* of min_tiles, rounded down: a quotient by it is one less at most */
+    uint32_t tail;          /* a tile's time once clusters run dry over that in a full wave */
+    uint32_t clusters_inverse;
+    uint32_t parts_inverse; /* of the number of pieces worth aiming at */
+    uint32_t fit_inverse;   /* of the number of pieces sure to fit the list and the workspace */
     int32_t num_candidates;
     kbmla_plan_candidate candidates[KBMLA_PLAN_MAX_CANDIDATES];
 } kbmla_plan_rule;
 
-/* What a step's lengths give before any candidate is looked at. */
+/* What a step's lengths give before any candidate is looked at. Lengths are balanced in units of
+ * 2^shift tiles. The shift is 0 unless a request has 8 million tokens or all of them 2 billion. */
 typedef struct kbmla_plan_step {
-    int64_t work;         /* tiles of all requests * q tiles */
-    int32_t max_tiles;    /* of a request */
-    int32_t weight_shift; /* entry weights are 16ths of a tile >> weight_shift: sums fit 30 bits */
+    int32_t longest; /* tiles of a request */
+    int32_t shift;
+    int32_t longest_unit; /* longest >> shift, below 2^16, at least 1 */
+    int32_t work;         /* tiles of all requests * q tiles >> shift, below 2^24 */
+    int32_t direct_cost;  /* those of the rule >> shift */
+    int32_t partial_cost;
 } kbmla_plan_step;
 
-/* Weights leave room for sums of all entries' tiles and of their fixed costs in 30 bits. */
-KBMLA_HOST_DEVICE int32_t kbmla_plan_weight_shift(int64_t work) {
-    int32_t shift = 0;
-    while ((work >> shift) >= (1 << 24))
-        shift++;
-    return shift;
+KBMLA_HOST_DEVICE kbmla_plan_step kbmla_plan_measure(const kbmla_plan_rule *rule, int64_t work,
+                                                     int32_t longest) {
+    kbmla_plan_step step = {longest, 0, 1, 0, 0, 0};
+    while ((work >> step.shift) >= (1 << 24) || (longest >> step.shift) >= (1 << 16))
+        step.shift++;
+    step.longest_unit = kbmla_max(longest >> step.shift, 1);
+    step.work = (int32_t)(work >> step.shift);
+    step.direct_cost = rule->direct_cost >> step.shift;
+    step.partial_cost = rule->partial_cost >> step.shift;
+    return step;
 }
 
-/* ------------------------------------------------------------------ division by one number */
-
-typedef struct kbmla_divisor {
-    uint32_t divisor;
-    uint32_t inverse; /* floor(2^32 / divisor), 2^32 - 1 for 1 */
-} kbmla_divisor;
-
-KBMLA_HOST_DEVICE kbmla_divisor kbmla_make_divisor(uint32_t divisor) {
-    kbmla_divisor result = {divisor, UINT32_MAX};
-    if (divisor > 1) /* 2^32 is one more than the largest 32-bit number */
-        result.inverse = UINT32_MAX / divisor + ((divisor & (divisor - 1)) == 0);
-    return result;
+/* Length of a request in units: an empty one counts as one unit. */
+KBMLA_HOST_DEVICE int32_t kbmla_plan_units(const kbmla_plan_step *step, int32_t tiles) {
+    return kbmla_max(tiles >> step->shift, 1);
 }
 
-/* floor(a * inverse / 2^32): at most one below floor(a / divisor). */
-KBMLA_HOST_DEVICE uint32_t kbmla_divide_below(uint32_t a, kbmla_divisor d) {
-    return (uint32_t)(((uint64_t)a * d.inverse) >> 32);
+/* ------------------------------------------------------------------ exact quotients */
+
+KBMLA_HOST_DEVICE int32_t kbmla_mul_high(int32_t a, uint32_t b) {
+    return (int32_t)(((uint64_t)(uint32_t)a * b) >> 32);
 }
 
-KBMLA_HOST_DEVICE uint32_t kbmla_divide(uint32_t a, kbmla_divisor d) {
-    uint32_t quotient = kbmla_divide_below(a, d);
-    return quotient + (a - quotient * d.divisor >= d.divisor);
+/* A number by which others are multiplied: numerator / divisor. */
+typedef struct kbmla_ratio {
+    int32_t numerator;
+    int32_t divisor;
+    float value; /* on a device: numerator / divisor or up to 2^-20.7 of it more, never less */
+} kbmla_ratio;
+
+KBMLA_HOST_DEVICE kbmla_ratio kbmla_make_ratio(int32_t numerator, int32_t divisor) {
+    kbmla_ratio ratio = {numerator, divisor, 0.0f};
+#ifdef __CUDA_ARCH__
+    /* The approximate inverse is off by 1 ulp at most. */
+    float inverse;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"((float)divisor));
+    inverse = __int_as_float(__float_as_int(inverse) + 2);
+    ratio.value = numerator == 1 ? inverse : __fmul_ru(inverse, (float)numerator);
+#endif
+    return ratio;
 }
 
-/* Of a sum over a step, which usually fits 31 bits, where a division costs a fraction. */
-KBMLA_HOST_DEVICE int64_t kbmla_plan_ceil_div64(int64_t a, int32_t b) {
-    return a <= INT32_MAX ? kbmla_ceil_div((int32_t)a, b) : (a + b - 1) / b;
+/* floor(a * ratio) for a * numerator < 2^20.7, 0 <= a. The error of the ratio is then less than
+ * the distance of any quotient, which is a multiple of 1 / divisor, from the next integer. */
+KBMLA_HOST_DEVICE int32_t kbmla_scale(int32_t a, kbmla_ratio ratio) {
+#ifdef __CUDA_ARCH__
+    /* From 2^23 on a float's bits count integers. */
+    return __float_as_int(__fmaf_rz((float)a, ratio.value, 8388608.0f)) - 0x4B000000;
+#else
+    return (int32_t)((int64_t)a * ratio.numerator / ratio.divisor);
+#endif
 }
 
 /* ------------------------------------------------------------------ counts of one request */
 
 /* The most splits that leave each at least min_tiles tiles. */
-KBMLA_HOST_DEVICE int32_t kbmla_plan_limit(const kbmla_plan_rule *rule, int32_t tiles,
-                                           int32_t count) {
-    int32_t most = kbmla_min(kbmla_div(tiles, rule->min_tiles), KBMLA_MAX_SPLITS);
-    return kbmla_normalise_count(tiles, kbmla_max(1, kbmla_min(count, most)));
+KBMLA_HOST_DEVICE int32_t kbmla_plan_limit(const kbmla_plan_rule *rule, int32_t tiles) {
+    int32_t most = kbmla_mul_high(tiles, rule->min_inverse);
+    most += tiles - most * rule->min_tiles >= rule->min_tiles;
+    return kbmla_max(kbmla_min(most, KBMLA_MAX_SPLITS), 1);
 }
 
 /* Policy `equal`, the stock rule: the clusters shared evenly, whatever the lengths. Empty splits
  * are left out, so a request too short for the common count gets fewer. */
 KBMLA_HOST_DEVICE int32_t kbmla_plan_equal_count(const kbmla_plan_rule *rule, int32_t tiles,
                                                  const kbmla_plan_step *step) {
-    int32_t common = kbmla_normalise_count(step->max_tiles, rule->equal_limit);
+    int32_t common = kbmla_normalise_count(step->longest, rule->equal_limit);
     return kbmla_normalise_count(tiles, common);
 }
 
@@ -138,245 +164,220 @@ KBMLA_HOST_DEVICE int32_t kbmla_plan_equal_count(const kbmla_plan_rule *rule, in
 enum { KBMLA_PLAN_FIXED_TILES = 16 };
 KBMLA_HOST_DEVICE int32_t kbmla_plan_fixed_count(const kbmla_plan_rule *rule, int32_t tiles) {
     int32_t piece = kbmla_max(KBMLA_PLAN_FIXED_TILES, rule->min_tiles);
-    return kbmla_plan_limit(rule, tiles,
-                            kbmla_min(kbmla_ceil_div(tiles, piece), rule->fixed_limit));
+    int32_t count = kbmla_min(kbmla_ceil_div(tiles, piece), rule->fixed_limit);
+    return kbmla_normalise_count(tiles, kbmla_min(count, kbmla_plan_limit(rule, tiles)));
 }
 
-/* The piece a candidate aims at, in tiles. `candidate` is its index: 0 cuts nothing. */
-KBMLA_HOST_DEVICE kbmla_divisor kbmla_plan_piece(const kbmla_plan_rule *rule,
-                                                 const kbmla_plan_step *step, int32_t candidate) {
-    int64_t piece = step->max_tiles;
-    if (candidate == 1 && rule->max_extra > 0) {
-        /* count - 1 < tiles / piece and count <= 2 * (count - 1): both limits hold. */
-        int64_t extra_piece = kbmla_plan_ceil_div64(step->work, rule->max_extra);
-        int64_t slots_piece = kbmla_plan_ceil_div64(2 * step->work, rule->max_partials);
-        piece = extra_piece > slots_piece ? extra_piece : slots_piece;
-    } else if (candidate > 1) {
-        int32_t parts = kbmla_min(rule->num_clusters, kbmla_max(rule->max_extra, 1)) * 32;
-        piece = kbmla_plan_ceil_div64(step->work * rule->candidates[candidate].piece, parts);
-    }
+/* A candidate for the lengths of a step. */
+typedef struct kbmla_plan_cut {
+    int32_t piece;       /* p, in units */
+    int32_t added;       /* to a length before it is divided by p */
+    int32_t dither;      /* 8 times what the largest fraction adds */
+    int32_t snap;        /* 16 times the units of the shortest piece */
+    uint32_t phase;      /* of the fraction */
+    kbmla_ratio pieces;  /* 1 / p; 0 where nothing is cut */
+    kbmla_ratio classes; /* classes per unit */
+} kbmla_plan_cut;
+
+/* `candidate` is an index: 0 cuts nothing, 1 is sure to fit. */
+KBMLA_HOST_DEVICE kbmla_plan_cut kbmla_plan_make_cut(const kbmla_plan_rule *rule,
+                                                     const kbmla_plan_step *step, int32_t candidate,
+                                                     kbmla_plan_candidate way) {
+    /* In 32ths of a unit; beyond 2^26 p is limited below in any case. */
+    int32_t mean = kbmla_min(kbmla_mul_high(step->work << 5, rule->parts_inverse), 1 << 26);
+    int32_t piece = (int32_t)(((uint32_t)mean * (uint32_t)way.piece + 1023) >> 10);
+    /* count - 1 < units / piece and count <= 2 * (count - 1): both limits hold. */
+    if (candidate == 1)
+        piece = kbmla_mul_high(step->work, rule->fit_inverse) + 1;
     /* Past the longest request a piece still says which requests a dither cuts. */
-    int64_t most = 4 * (int64_t)step->max_tiles;
-    piece = piece < most ? piece : most;
-    return kbmla_make_divisor(
-        (uint32_t)(piece > rule->min_tiles ? piece : (int64_t)rule->min_tiles));
+    piece = kbmla_min(kbmla_max(piece, rule->min_tiles >> step->shift), 4 * step->longest_unit);
+    if (candidate == 0) /* pieces say nothing but the classes, which end at 3/2 of one */
+        piece = (2 * step->longest_unit + 2) / 3;
+    piece = kbmla_max(piece, 1);
+    kbmla_plan_cut cut;
+    cut.piece = piece;
+    cut.added = kbmla_max(((way.shift * piece) >> 3) + piece - 1, 0);
+    cut.dither = way.dither * piece;
+    cut.snap = way.snap * piece;
+    cut.phase = (uint32_t)way.phase << 28;
+    cut.pieces = kbmla_make_ratio(1, piece);
+    cut.classes = kbmla_make_ratio(KBMLA_PLAN_PIECE_CLASSES, piece);
+    if (candidate == 0)
+        cut.pieces = kbmla_make_ratio(0, 1);
+    return cut;
 }
 
-/* A fraction in [0, 65536) spread evenly over any run of neighbouring requests (golden ratio). */
-KBMLA_HOST_DEVICE int32_t kbmla_plan_dither(int32_t batch, int32_t phase) {
-    return (int32_t)(((uint32_t)batch * 0x9E3779B1u + ((uint32_t)phase << 28)) >> 16);
+/* A fraction of 2^29 spread evenly over any run of neighbouring requests (golden ratio). */
+KBMLA_HOST_DEVICE uint32_t kbmla_plan_fraction(int32_t batch, uint32_t phase) {
+    return ((uint32_t)batch * 0x9E3779B1u + phase) >> 3;
 }
 
-/* Policy `balanced`: the count of request `batch` under a candidate. */
-KBMLA_HOST_DEVICE int32_t kbmla_plan_count(const kbmla_plan_rule *rule, int32_t candidate,
-                                           kbmla_divisor piece, int32_t batch, int32_t tiles) {
-    if (candidate == 0 || tiles == 0)
-        return 1;
-    kbmla_plan_candidate cut = rule->candidates[candidate];
-    int64_t eighths = (int64_t)cut.shift * 65536 + cut.dither * kbmla_plan_dither(batch, cut.phase);
-    int64_t added = (eighths * (int64_t)piece.divisor) >> 19;
-    int64_t rounded = tiles + added + (int64_t)piece.divisor - 1;
-    uint32_t count = rounded > 0 ? kbmla_divide((uint32_t)rounded, piece) : 0;
-    if (16 * (int64_t)tiles < (int64_t)cut.snap * piece.divisor * count &&
-        2 * (int64_t)tiles > piece.divisor)
-        count = kbmla_divide(2 * (uint32_t)tiles + piece.divisor - 1, piece);
-    return kbmla_plan_limit(rule, tiles, (int32_t)kbmla_min((int32_t)count, KBMLA_MAX_SPLITS));
+/* How a request is cut: all splits but the last are of `per` units. */
+typedef struct kbmla_plan_part {
+    int32_t count;
+    int32_t per;
+} kbmla_plan_part;
+
+/* `limit` is that of the request. The count leaves no split empty. */
+KBMLA_HOST_DEVICE kbmla_plan_part kbmla_plan_part_of(const kbmla_plan_cut *cut, int32_t batch,
+                                                     int32_t units, int32_t limit) {
+    kbmla_plan_part part;
+    int32_t added =
+        cut->added + kbmla_mul_high(cut->dither, kbmla_plan_fraction(batch, cut->phase));
+    int32_t count = kbmla_scale(units + added, cut->pieces);
+    if (16 * units < cut->snap * count && 2 * units > cut->piece)
+        count = kbmla_scale(2 * units + cut->piece - 1, cut->pieces);
+    count = kbmla_max(kbmla_min(count, limit), 1);
+    part.per = kbmla_scale(units + count - 1, kbmla_make_ratio(1, count));
+    part.count = kbmla_scale(units + part.per - 1, kbmla_make_ratio(1, part.per));
+    return part;
+}
+
+/* Class of a request's splits, 0 the shortest. */
+KBMLA_HOST_DEVICE int32_t kbmla_plan_class(kbmla_ratio classes, int32_t per) {
+    return kbmla_min(kbmla_scale(per, classes), KBMLA_PLAN_CLASSES - 1);
+}
+
+/* Count under the other policies. */
+KBMLA_HOST_DEVICE int32_t kbmla_plan_policy_count(const kbmla_plan_rule *rule,
+                                                  const kbmla_plan_step *step, int32_t tiles) {
+    return rule->policy == KBMLA_POLICY_EQUAL ? kbmla_plan_equal_count(rule, tiles, step)
+                                              : kbmla_plan_fixed_count(rule, tiles);
 }
 
 /* ------------------------------------------------------------------ price of a candidate */
 
-/* What a pass over the requests sums up for one candidate. */
+/* What a pass over the requests sums up for one candidate, of one q tile. */
 typedef struct kbmla_plan_sums {
-    int32_t slots;                             /* of split requests; q tiles included, as below */
-    int32_t class_entries[KBMLA_PLAN_CLASSES]; /* class 0 holds the lightest */
-    int32_t class_weight[KBMLA_PLAN_CLASSES];
+    int32_t slots; /* splits of split requests */
+    int32_t class_splits[KBMLA_PLAN_PRICE_CLASSES];
+    int32_t class_weight[KBMLA_PLAN_PRICE_CLASSES];
 } kbmla_plan_sums;
+
+/* Weight of all splits of a request, in 16ths of a unit. */
+KBMLA_HOST_DEVICE int32_t kbmla_plan_weight(const kbmla_plan_step *step, int32_t units,
+                                            int32_t count) {
+    return 16 * units + count * (count > 1 ? step->partial_cost : step->direct_cost);
+}
 
 /* What its price depends on. */
 typedef struct kbmla_plan_totals {
-    int32_t entries;
-    int32_t slots;
-    int32_t weight;
+    int32_t splits;  /* of one q tile */
+    int32_t slots;   /* of one q tile */
+    int32_t weight;  /* of one q tile */
     int32_t fullest; /* load of the fullest cluster */
 } kbmla_plan_totals;
-
-/* Weight of an entry of `per` tiles. */
-KBMLA_HOST_DEVICE int32_t kbmla_plan_weight(const kbmla_plan_rule *rule,
-                                            const kbmla_plan_step *step, int32_t per,
-                                            int32_t count) {
-    int32_t cost = count > 1 ? rule->partial_cost : rule->direct_cost;
-    return (16 * per + cost) >> step->weight_shift;
-}
-
-/* Class of an entry of `per` tiles where p is `piece`: 20 classes up to p, the rest above. */
-KBMLA_HOST_DEVICE int32_t kbmla_plan_class(kbmla_divisor piece, int32_t per) {
-    uint64_t scaled = 20 * (uint64_t)piece.inverse;
-    uint32_t inverse = scaled < UINT32_MAX ? (uint32_t)scaled : UINT32_MAX;
-    uint32_t index = (uint32_t)(((uint64_t)(uint32_t)per * inverse) >> 32);
-    return index < KBMLA_PLAN_CLASSES ? (int32_t)index : KBMLA_PLAN_CLASSES - 1;
-}
-
-/* What entries of one length and one request add to the sums. */
-typedef struct kbmla_plan_part {
-    int32_t class_index;
-    int32_t entries;
-    int32_t weight;
-} kbmla_plan_part;
-
-/* `splits` splits of `per` tiles of each q tile, of a request cut into `count`. */
-KBMLA_HOST_DEVICE kbmla_plan_part kbmla_plan_part_of(const kbmla_plan_rule *rule,
-                                                     const kbmla_plan_step *step,
-                                                     kbmla_divisor piece, int32_t per,
-                                                     int32_t count, int32_t splits) {
-    kbmla_plan_part part;
-    part.entries = splits * rule->num_q_tiles;
-    part.weight = kbmla_plan_weight(rule, step, per, count) * part.entries;
-    part.class_index = kbmla_plan_class(piece, per);
-    return part;
-}
-
-/* The two parts of a request: all splits but the last, and the last, which may be shorter. Returns
- * its slots. */
-KBMLA_HOST_DEVICE int32_t kbmla_plan_parts(const kbmla_plan_rule *rule, const kbmla_plan_step *step,
-                                           int32_t candidate, kbmla_divisor piece, int32_t batch,
-                                           int32_t tiles, kbmla_plan_part parts[2]) {
-    int32_t count = kbmla_plan_count(rule, candidate, piece, batch, tiles);
-    int32_t per = kbmla_ceil_div(tiles, count);
-    parts[0] = kbmla_plan_part_of(rule, step, piece, per, count, count - 1);
-    parts[1] = kbmla_plan_part_of(rule, step, piece, tiles - per * (count - 1), count, 1);
-    return count > 1 ? count * rule->num_q_tiles : 0;
-}
-
-/* ------------------------------------------------------------------ placement
- * Ranks count entries longest first; positions are indices of the list. Row = position / clusters
- * is the turn of a cluster, position % clusters is the cluster. */
-
-/* Rows run backwards when an odd number of rows follows. */
-KBMLA_HOST_DEVICE int32_t kbmla_plan_row_column(int32_t row, int32_t rows, int32_t clusters,
-                                                int32_t column) {
-    return (rows - 1 - row) & 1 ? clusters - 1 - column : column;
-}
-
-KBMLA_HOST_DEVICE int32_t kbmla_plan_position(int32_t rank, int32_t entries, int32_t clusters) {
-    int32_t row = kbmla_div(rank, clusters);
-    int32_t rows = kbmla_ceil_div(entries, clusters);
-    return row * clusters + kbmla_plan_row_column(row, rows, clusters, rank - row * clusters);
-}
-
-/* How many of the first `ranks` entries cluster `column` takes. */
-KBMLA_HOST_DEVICE int32_t kbmla_plan_taken(int32_t ranks, int32_t rows, int32_t clusters,
-                                           int32_t column) {
-    int32_t row = kbmla_div(ranks, clusters);
-    return row + (kbmla_plan_row_column(row, rows, clusters, column) < ranks - row * clusters);
-}
-
-/* Load of a cluster when every entry weighs the average of its class. */
-KBMLA_HOST_DEVICE int32_t kbmla_plan_load(const kbmla_plan_sums *sums, int32_t entries,
-                                          int32_t clusters, int32_t column) {
-    int32_t rows = kbmla_ceil_div(entries, clusters);
-    int32_t load = 0, ranks = 0, taken = 0;
-    for (int32_t i = KBMLA_PLAN_CLASSES - 1; i >= 0; i--) {
-        if (sums->class_entries[i] == 0)
-            continue;
-        ranks += sums->class_entries[i];
-        int32_t next = kbmla_plan_taken(ranks, rows, clusters, column);
-        load += (next - taken) * (sums->class_weight[i] / sums->class_entries[i]);
-        taken = next;
-    }
-    return load;
-}
-
-/* Load of the fullest cluster. Loads change only where a class ends, so it is enough to look at
- * the clusters on both sides of each end. */
-KBMLA_HOST_DEVICE int32_t kbmla_plan_fullest(const kbmla_plan_sums *sums, int32_t entries,
-                                             int32_t clusters) {
-    int32_t rows = kbmla_ceil_div(entries, clusters);
-    int32_t fullest = 0, ranks = 0;
-    for (int32_t i = KBMLA_PLAN_CLASSES - 1; i >= 0; i--) {
-        if (sums->class_entries[i] == 0)
-            continue;
-        ranks += sums->class_entries[i];
-        for (int32_t side = 0; side < 2; side++) {
-            int32_t rank = ranks - 1 + side;
-            int32_t row = kbmla_div(rank, clusters);
-            int32_t column = kbmla_plan_row_column(row, rows, clusters, rank - row * clusters);
-            fullest = kbmla_max(fullest, kbmla_plan_load(sums, entries, clusters, column));
-        }
-    }
-    return fullest;
-}
-
-/* The totals, by one thread. */
-KBMLA_HOST_DEVICE kbmla_plan_totals kbmla_plan_total(const kbmla_plan_rule *rule,
-                                                     const kbmla_plan_sums *sums) {
-    kbmla_plan_totals totals = {0, sums->slots, 0, 0};
-    for (int32_t i = 0; i < KBMLA_PLAN_CLASSES; i++) {
-        totals.entries += sums->class_entries[i];
-        totals.weight += sums->class_weight[i];
-    }
-    totals.fullest = kbmla_plan_fullest(sums, totals.entries, rule->num_clusters);
-    return totals;
-}
 
 /* Price of a candidate in weights; INT32_MAX where it does not fit. Time is taken as that of a full
  * wave for the mean load, and beyond it as that of clusters which no longer share the memory. */
 KBMLA_HOST_DEVICE int32_t kbmla_plan_price(const kbmla_plan_rule *rule, const kbmla_plan_step *step,
                                            kbmla_plan_totals totals) {
-    int32_t extra = totals.entries - rule->num_requests * rule->num_q_tiles;
-    if (extra > rule->max_extra || totals.slots > rule->max_partials)
+    if (totals.splits - rule->num_requests > rule->max_extra || totals.slots > rule->max_slots)
         return INT32_MAX;
-    int32_t mean = totals.weight / rule->num_clusters;
+    int32_t mean = kbmla_mul_high(totals.weight * rule->num_q_tiles, rule->clusters_inverse);
     int32_t above = kbmla_max(totals.fullest - mean, 0);
-    int64_t price = mean + (((int64_t)above * rule->tail_256) >> 8);
-    if (totals.slots > 0) {
-        /* A balanced wave ends everywhere at once, and so do its last stores. */
-        int32_t storing = kbmla_min(2 * totals.slots, 2 * rule->num_clusters) - rule->num_clusters;
-        int64_t fixed = rule->reduce_cost + (((int64_t)totals.slots * rule->slot_cost_256) >> 8) +
-                        (int64_t)kbmla_max(storing, 0) * rule->store_cost / rule->num_clusters;
-        price += fixed >> step->weight_shift;
-    }
-    return price < INT32_MAX ? (int32_t)price : INT32_MAX - 1;
+    int32_t slots = totals.slots * rule->num_q_tiles;
+    /* A balanced wave ends everywhere at once, and so do its last stores. */
+    int32_t storing =
+        kbmla_max(kbmla_min(2 * slots, 2 * rule->num_clusters) - rule->num_clusters, 0);
+    int32_t fixed =
+        rule->reduce_cost + ((slots * rule->slot_cost_256 + storing * rule->store_cost_256) >> 8);
+    return mean + kbmla_mul_high(above, rule->tail) + (slots > 0 ? fixed >> step->shift : 0);
 }
 
-/* ------------------------------------------------------------------ final order */
+/* Average weight of the splits of a class, 0 of none. */
+KBMLA_HOST_DEVICE int32_t kbmla_plan_average(int32_t weight, int32_t splits) {
+#ifdef __CUDA_ARCH__
+    /* A quotient below 2^21 of floats is within one of it. */
+    int32_t quotient = (int32_t)__fdividef((float)weight, (float)splits);
+    int32_t rest = weight - quotient * splits;
+    return splits > 0 ? quotient + (rest >= splits) - (rest < 0) : 0;
+#else
+    return splits > 0 ? weight / splits : 0;
+#endif
+}
 
-/* The order is one of groups: group 2 * batch holds all splits of a request but the last, group
- * 2 * batch + 1 the last one. */
+/* ------------------------------------------------------------------ groups
+ * A request's splits are listed in two groups: all but the last, of equal length, and the last,
+ * which may be shorter. Large batches, where few are split, are listed request by request. */
+
+enum { KBMLA_PLAN_PAIRED_REQUESTS = 512 };
+
+/* Group `index` of the step is group index % per_request of a request. */
+KBMLA_HOST_DEVICE int32_t kbmla_plan_groups_per_request(const kbmla_plan_rule *rule) {
+    return rule->num_requests <= KBMLA_PLAN_PAIRED_REQUESTS ? 2 : 1;
+}
+
 typedef struct kbmla_plan_group {
-    int32_t batch;
     int32_t first_split;
-    int32_t num_splits; /* 0 for the first group of an unsplit request */
-    int32_t per;        /* tiles of each */
+    int32_t num_splits; /* may be 0 */
+    int32_t length;     /* units of each; of the longest */
 } kbmla_plan_group;
 
-KBMLA_HOST_DEVICE kbmla_plan_group kbmla_plan_group_of(int32_t index, int32_t tiles,
-                                                       int32_t count) {
-    int32_t per = kbmla_ceil_div(tiles, count), is_last = index & 1;
-    kbmla_plan_group group = {index >> 1, 0, count - 1, per};
-    if (is_last) {
-        group.first_split = count - 1;
-        group.num_splits = 1;
-        group.per = tiles - per * (count - 1);
+KBMLA_HOST_DEVICE kbmla_plan_group kbmla_plan_group_of(int32_t group, int32_t per_request,
+                                                       int32_t units, int32_t count) {
+    int32_t per = kbmla_scale(units + count - 1, kbmla_make_ratio(1, count));
+    kbmla_plan_group result = {0, count + 1 - per_request, per};
+    if (group > 0) {
+        result.first_split = count - 1;
+        result.num_splits = 1;
+        result.length = kbmla_max(units - per * (count - 1), 0);
     }
-    return group;
+    return result;
 }
 
-/* Sort class of a group's entries, 0 first; `longest` is that of the longest entry's tiles. The
- * stock rule keeps the order of the batch. */
-KBMLA_HOST_DEVICE int32_t kbmla_plan_sort_class(const kbmla_plan_rule *rule, kbmla_divisor longest,
-                                                int32_t per) {
-    if (rule->policy == KBMLA_POLICY_EQUAL)
-        return 0;
-    uint64_t scaled = (uint64_t)(KBMLA_PLAN_SORT_CLASSES - 1) * (uint32_t)per;
-    return KBMLA_PLAN_SORT_CLASSES - 1 - (int32_t)((scaled * longest.inverse) >> 32);
+/* ------------------------------------------------------------------ placement
+ * Ranks count entries longest first; positions are indices of the list. Row = position / clusters
+ * is the turn of a cluster, position % clusters is the cluster. Rows run backwards when an odd
+ * number of rows follows. */
+
+KBMLA_HOST_DEVICE int32_t kbmla_plan_rows(int32_t entries, kbmla_ratio waves, int32_t clusters) {
+    return kbmla_scale(entries + clusters - 1, waves);
 }
 
-/* Index in the list of the entry of rank `rank`. */
+KBMLA_HOST_DEVICE int32_t kbmla_plan_position(int32_t rank, int32_t rows, int32_t clusters,
+                                              kbmla_ratio waves) {
+    int32_t row = kbmla_scale(rank, waves), column = rank - row * clusters;
+    return row * clusters + ((rows - 1 - row) & 1 ? clusters - 1 - column : column);
+}
+
+/* Index in the list of the entry of rank `rank`; the stock rule keeps the order of the batch. */
 KBMLA_HOST_DEVICE int32_t kbmla_plan_list_index(const kbmla_plan_rule *rule, int32_t rank,
-                                                int32_t entries) {
+                                                int32_t rows, kbmla_ratio waves) {
     return rule->policy == KBMLA_POLICY_EQUAL
                ? rank
-               : kbmla_plan_position(rank, entries, rule->num_clusters);
+               : kbmla_plan_position(rank, rows, rule->num_clusters, waves);
+}
+
+/* Class by which a plan of any policy is listed; the stock rule keeps the order of the batch. */
+KBMLA_HOST_DEVICE kbmla_ratio kbmla_plan_list_classes(const kbmla_plan_rule *rule,
+                                                      const kbmla_plan_step *step) {
+    if (rule->policy == KBMLA_POLICY_EQUAL)
+        return kbmla_make_ratio(0, 1);
+    int32_t piece = kbmla_max(kbmla_ceil_div(step->longest, rule->fixed_limit),
+                              kbmla_max(KBMLA_PLAN_FIXED_TILES, rule->min_tiles));
+    piece = kbmla_min(piece >> step->shift, 4 * step->longest_unit);
+    return kbmla_make_ratio(KBMLA_PLAN_PIECE_CLASSES, kbmla_max(piece, 1));
+}
+
+/* At the end of a class the weight of ranks falls by `fall`, and in one row the load of columns
+ * changes: by `step` from column `at` on. `all` goes to every column. */
+typedef struct kbmla_plan_end {
+    int32_t all;
+    int32_t at;
+    int32_t step;
+} kbmla_plan_end;
+
+/* `ranks` entries are of this class or a longer one. */
+KBMLA_HOST_DEVICE kbmla_plan_end kbmla_plan_end_of(int32_t ranks, int32_t fall, int32_t rows,
+                                                   int32_t clusters, kbmla_ratio waves) {
+    int32_t row = kbmla_scale(ranks, waves), rest = ranks - row * clusters;
+    int32_t is_backward = (rows - 1 - row) & 1;
+    kbmla_plan_end end;
+    end.all = fall * (row + 1 - is_backward);
+    end.at = is_backward ? clusters - rest : rest;
+    end.step = is_backward ? fall : -fall;
+    return end;
 }
 
 /* ------------------------------------------------------------------ the rule of a config, host */
@@ -396,43 +397,36 @@ static inline int32_t kbmla_plan_tile_ns(int32_t memory_ns, int32_t compute_ns) 
  * half of it. Large batches are even by the number of their requests and gain from short pieces.
  */
 static const kbmla_plan_candidate kbmla_plan_wide[] = {
-    {35, 0, 0, 11, 0}, {34, 0, 8, 0, 0},  {25, 0, 2, 0, 0},  {34, 0, 0, 0, 0},   {37, 0, 8, 13, 0},
-    {28, 0, 0, 11, 0}, {20, 0, 0, 11, 0}, {38, 0, 8, 0, 0},  {38, 0, 4, 12, 0},  {33, 0, 8, 13, 11},
-    {36, 0, 8, 13, 6}, {23, 0, 0, 0, 0},  {38, 0, 0, 0, 0},  {35, 0, 8, 13, 11}, {12, 0, 2, 0, 0},
-    {17, -4, 0, 0, 0}, {44, 0, 8, 0, 11}, {14, 0, 0, 0, 0},  {32, 0, 0, 0, 0},   {21, 0, 0, 0, 0},
-    {34, 0, 0, 13, 0}, {33, 0, 0, 14, 0}, {37, 0, 0, 11, 0}, {37, 0, 8, 13, 6},  {18, -4, 8, 0, 0},
-    {35, 0, 0, 0, 0},  {34, 0, 8, 0, 6},  {20, 0, 2, 0, 0},  {36, 0, 0, 14, 0},  {37, 0, 0, 13, 0},
+    {31, 0, 4, 0, 6},  {37, 0, 0, 13, 0}, {26, -4, 8, 0, 0}, {17, -4, 0, 0, 0}, {11, 0, 4, 0, 0},
+    {34, 0, 0, 0, 0},  {39, 0, 8, 0, 6},  {35, 0, 0, 0, 0},  {37, 0, 8, 13, 0}, {19, 0, 0, 0, 0},
+    {16, -4, 0, 0, 0}, {37, 0, 0, 0, 0},  {19, 0, 4, 0, 0},  {33, 0, 2, 0, 0},
 };
 static const kbmla_plan_candidate kbmla_plan_narrow[] = {
-    {35, 0, 0, 11, 0}, {17, -4, 4, 0, 0}, {32, 0, 8, 0, 6},  {39, 0, 0, 0, 0},  {21, 0, 8, 0, 6},
-    {33, 0, 0, 0, 0},  {16, -4, 0, 0, 0}, {25, 0, 4, 12, 0}, {34, 0, 0, 11, 0}, {18, 0, 0, 13, 0},
-    {36, 0, 0, 0, 0},  {12, 0, 0, 13, 0}, {17, 0, 0, 13, 0}, {34, 0, 8, 0, 6},  {33, 0, 0, 14, 0},
-    {26, -4, 0, 0, 0}, {37, -4, 8, 0, 0}, {31, -4, 4, 0, 0}, {35, 0, 0, 13, 0}, {32, -4, 8, 0, 0},
-    {30, 0, 8, 0, 0},  {38, 0, 8, 0, 6},  {36, 0, 8, 13, 6}, {37, 0, 8, 13, 0},
+    {35, 0, 0, 11, 0}, {18, 0, 4, 0, 0}, {34, 0, 0, 0, 0},  {26, -4, 0, 0, 0}, {33, 0, 0, 11, 0},
+    {18, 0, 2, 0, 0},  {37, 0, 4, 0, 3}, {12, 0, 4, 0, 0},  {12, 0, 2, 0, 0},  {35, 0, 0, 13, 0},
+    {32, 0, 0, 0, 0},  {14, 0, 8, 0, 0}, {18, -4, 4, 0, 0}, {36, 0, 0, 0, 0},
 };
 static const kbmla_plan_candidate kbmla_plan_large[] = {
-    {22, 0, 0, 0, 0}, {12, 0, 2, 0, 0}, {15, 0, 2, 0, 0}, {11, 0, 4, 0, 0},
-    {32, 0, 4, 0, 0}, {21, 0, 4, 0, 0}, {13, 0, 0, 0, 0}, {31, 0, 2, 0, 0},
-    {15, 0, 0, 0, 0}, {24, 0, 0, 0, 0}, {40, 0, 4, 0, 0}, {12, 0, 0, 0, 0},
+    {15, 0, 2, 0, 0}, {18, -4, 0, 0, 0}, {21, 0, 0, 0, 0},
+    {11, 0, 0, 0, 0}, {17, 0, 0, 0, 0},  {12, -4, 8, 0, 0},
 };
 
-/* Fills the candidates of a step of `num_requests`. Their number keeps the pairs (candidate,
- * request) of a step to a few thousand: they are most of a device planner's time. */
+/* Fills the candidates of a step of `num_requests`. Their number is a power of two and keeps the
+ * pairs (candidate, request) of a step to a few thousand: they are most of a device's time. */
 static inline void kbmla_plan_set_candidates(kbmla_plan_rule *rule, int32_t q_tile_rows) {
     int32_t requests = rule->num_requests;
-    const kbmla_plan_candidate *from = kbmla_plan_large;
-    int32_t number = requests <= 256 ? 12 : requests <= 512 ? 8 : 4;
-    if (requests <= 128 && q_tile_rows > 64) {
-        from = kbmla_plan_wide;
-        number = requests <= 64 ? 30 : 20;
-    } else if (requests <= 128) {
-        from = kbmla_plan_narrow;
-        number = requests <= 64 ? 24 : 14;
-    }
+    const kbmla_plan_candidate *from = requests > 128     ? kbmla_plan_large
+                                       : q_tile_rows > 64 ? kbmla_plan_wide
+                                                          : kbmla_plan_narrow;
+    rule->num_candidates = requests <= 128 ? 16 : requests <= 512 ? 8 : 4;
     const kbmla_plan_candidate uncut = {0, 0, 0, 0, 0};
-    rule->num_candidates = 2 + number;
     for (int32_t i = 0; i < KBMLA_PLAN_MAX_CANDIDATES; i++)
-        rule->candidates[i] = i >= 2 && i < 2 + number ? from[i - 2] : uncut;
+        rule->candidates[i] = i >= 2 && i < rule->num_candidates ? from[i - 2] : uncut;
+}
+
+/* 2^32 / x rounded up, or the largest number. */
+static inline uint32_t kbmla_plan_inverse(int32_t x) {
+    return x > 1 ? (uint32_t)(((1ull << 32) + (uint32_t)x - 1) / (uint32_t)x) : UINT32_MAX;
 }
 
 static inline kbmla_plan_rule kbmla_make_plan_rule(const kbmla_config *config,
@@ -444,8 +438,8 @@ static inline kbmla_plan_rule kbmla_make_plan_rule(const kbmla_config *config,
     rule.num_requests = num_requests;
     rule.num_clusters = config->num_clusters;
     rule.num_q_tiles = q_tiles;
-    rule.max_extra = sizes->max_extra;
-    rule.max_partials = sizes->max_partials;
+    rule.max_extra = sizes->max_extra / q_tiles;
+    rule.max_slots = sizes->max_partials / q_tiles;
     rule.min_tiles = kbmla_ceil_div(config->min_split_tokens, KBMLA_TILE_TOKENS);
 
     /* The same count for every request must fit the list and the workspace. */
@@ -467,12 +461,20 @@ static inline kbmla_plan_rule kbmla_make_plan_rule(const kbmla_config *config,
     rule.direct_cost =
         16 * (KBMLA_PLAN_SWITCH_NS + KBMLA_PLAN_STORE_ROW_NS * cta_rows / 2) / tile_ns;
     rule.partial_cost = 16 * (KBMLA_PLAN_SWITCH_NS + partial_ns) / tile_ns;
-    rule.tail_256 = kbmla_min(256, 256 * compute_ns / tile_ns);
+    rule.tail = (uint32_t)(kbmla_min(255, 256 * compute_ns / tile_ns)) << 24;
     int32_t store_all_ns =
         partial_ns * (KBMLA_PLAN_STORE_ALL_NS - KBMLA_PLAN_STORE_ROW_NS) / KBMLA_PLAN_STORE_ROW_NS;
-    rule.store_cost = 16 * store_all_ns / tile_ns;
+    rule.store_cost_256 = 16 * 256 * store_all_ns / tile_ns / config->num_clusters;
     rule.reduce_cost = 16 * KBMLA_PLAN_REDUCE_NS / tile_ns;
     rule.slot_cost_256 = (int32_t)((int64_t)slot_ps * 16 * 256 / 1000 / tile_ns);
+
+    rule.min_inverse =
+        (uint32_t)((rule.min_tiles > 1 ? 1ull << 32 : UINT32_MAX) / (uint32_t)rule.min_tiles);
+    rule.clusters_inverse = kbmla_plan_inverse(config->num_clusters);
+    int32_t parts = kbmla_min(config->num_clusters, kbmla_max(sizes->max_extra, 1));
+    rule.parts_inverse = kbmla_plan_inverse(parts);
+    int32_t fit = kbmla_min(sizes->max_extra, sizes->max_partials / 2);
+    rule.fit_inverse = kbmla_plan_inverse(fit);
 
     kbmla_plan_set_candidates(&rule, sizes->q_tile_rows);
     return rule;

@@ -115,8 +115,17 @@ class Sizes(NamedTuple):
     workspace_bytes: int
 
 
+# Where C's name of a field is not the argument's.
+_PUBLIC_NAMES = {
+    "num_heads": "heads",
+    "q_len": "q",
+    "max_requests": "requests",
+    "num_clusters": "clusters",
+}
+
+
 def exception(status: str, text: str) -> Exception:
-    """The exception that a status of the C core stands for (spec: errors)."""
+    """The exception that a status of the C core stands for."""
     if status in ("INVALID_ARGUMENT", "BUFFER_TOO_SMALL"):
         return ValueError(text)
     if status == "UNSUPPORTED":
@@ -126,8 +135,9 @@ def exception(status: str, text: str) -> Exception:
 
 def config_sizes(config: Config) -> Sizes:
     """Checks a config and derives its sizes; ValueError or NotImplementedError names the field."""
-    for name, number in config._asdict().items():
+    for field, number in config._asdict().items():
         if not -(2**31) <= number < 2**31:
+            name = _PUBLIC_NAMES.get(field, field)
             raise ValueError(f"{name}: expected a 32-bit integer, got {number}")
     sizes, error = _Sizes(), _Error()
     status = lib.kbmla_config_sizes(

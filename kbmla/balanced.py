@@ -11,14 +11,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .core import CAPACITY, MIN_SPLIT_TOKENS, P_SCALE, KvBalancedMla, supports
+from .core import (
+    CAPACITY,
+    MIN_SPLIT_TOKENS,
+    P_SCALE,
+    KvBalancedMla,
+    as_device,
+    supported_device,
+    supports,
+)
 
 
 def reducer_d_tiles(rows: int, device: torch.device | str) -> int:
     """Bands of the 512 output columns in the merge of `rows` query rows: 2 when the rows fill at
     most half of the device's last wave (SMs of a GPU, threads of a CPU), else 1."""
-    device = torch.device(device)
+    device = as_device(device)
     if device.type == "cuda":
+        if not torch.cuda.is_available():
+            raise NotImplementedError(
+                f"device: expected cpu, torch sees no CUDA device, got {device}"
+            )
         wave = torch.cuda.get_device_properties(device).multi_processor_count
     else:
         wave = torch.get_num_threads()
@@ -31,7 +43,10 @@ def supported(heads: int, q: int, device: torch.device | str) -> bool:
 
 
 def _is_capturing(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    if device.type != "cuda":
+        return False
+    with torch.cuda.device(device):
+        return torch.cuda.is_current_stream_capturing()
 
 
 class BalancedMla:
@@ -41,7 +56,8 @@ class BalancedMla:
     policy, clusters, p_scale and partial_fp16 are those of `KvBalancedMla`; p_scale=1.0 is stock.
 
     Attributes: `cores` and `plans` (counts, work) by `key`, `workspace` (int8), shared by all cores
-    and used in stream order: decodes of one BalancedMla must be on one stream at a time.
+    and used in stream order: steps of one BalancedMla belong on one stream, and on a CPU in one
+    thread, at a time.
     """
 
     def __init__(
@@ -55,14 +71,16 @@ class BalancedMla:
         p_scale: float = P_SCALE,
         partial_fp16: bool = False,
     ) -> None:
-        self.heads, self.device, self.dcp = heads, torch.device(device), bool(dcp)
+        self.heads, self.device, self.dcp = heads, as_device(device), bool(dcp)
         self._options: dict[str, Any] = {"policy": policy, "clusters": clusters}
         self._numerics: dict[str, Any] = {"p_scale": p_scale, "partial_fp16": partial_fp16}
         self.cores: dict[tuple[int, int], KvBalancedMla] = {}
         self.plans: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+        supported_device(self.device)
         self.workspace = torch.empty(0, dtype=torch.int8, device=self.device)
         # Buffers that grew are kept: a captured graph may still hold their addresses.
         self._outgrown: list[Tensor] = []
+        self._planned: set[tuple[int, int]] = set()  # keys whose buffers hold a plan
 
     def key(self, q: int, requests: int) -> tuple[int, int]:
         """(q, capacity) of a step of `requests` requests: the core that decodes it."""
@@ -105,6 +123,7 @@ class BalancedMla:
             self._outgrown += self.plans.get(key, ())
             if workspace is not self.workspace:
                 self._outgrown.append(self.workspace)
+        self._planned.discard(key)
         self.cores[key], self.plans[key], self.workspace = core, (counts, work), workspace
 
     def plan(self, q: int, lengths: Tensor) -> None:
@@ -112,6 +131,7 @@ class BalancedMla:
         new ones: once per step, before the decodes of its layers."""
         core, plan = self._prepared(q, lengths, "lengths")
         core.plan(lengths, *plan)
+        self._planned.add(self.key(q, lengths.shape[0]))
 
     def decode(
         self,
@@ -147,6 +167,8 @@ class BalancedMla:
             raise TypeError(f"out: expected a torch.Tensor, got {type(out).__name__}")
         q = query.shape[1] if isinstance(query, Tensor) else -1
         core, (counts, work) = self._prepared(q, query, "query")
+        if self.key(q, query.shape[0]) not in self._planned:
+            raise RuntimeError("decode: expected a plan first, none was made of such a step")
         core.decode(
             query,
             cache,

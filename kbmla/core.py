@@ -6,6 +6,8 @@ their sizes. `BalancedMla` (balanced.py) owns cores and buffers for a model.
 
 from __future__ import annotations
 
+import operator
+
 import torch
 from torch import Tensor
 
@@ -30,9 +32,31 @@ POLICIES = ("balanced", "equal", "fixed")
 _BACKEND_CPU, _BACKEND_CUDA = 0, 1
 _LEAST_CAPABILITY = (8, 0)
 _MAX_CPU_CLUSTERS = 4096
+_P_SCALES = tuple(2**i for i in range(9))
 
 
-def _backend(device: torch.device) -> int:
+def as_device(device: torch.device | str) -> torch.device:
+    """The device with its index; TypeError or ValueError for what is none."""
+    if not isinstance(device, (torch.device, str)):
+        raise TypeError(f"device: expected a torch.device or str, got {type(device).__name__}")
+    try:
+        found = torch.device(device)
+    except RuntimeError as error:
+        raise ValueError(f"device: expected cpu or cuda, got {device!r}") from error
+    if found.type == "cuda" and found.index is None and torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return found
+
+
+def _as_int(name: str, value: object) -> int:
+    try:
+        return operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        got = type(value).__name__
+        raise TypeError(f"{name}: expected an integer, got {value!r} ({got})") from None
+
+
+def supported_device(device: torch.device) -> int:
     """Number of the backend that runs on `device`; NotImplementedError if there is none."""
     if device.type == "cpu":
         return _BACKEND_CPU
@@ -41,6 +65,11 @@ def _backend(device: torch.device) -> int:
     if not has_cuda_kernels():
         raise NotImplementedError(
             f"device: expected cpu (this build of kbmla has no CUDA kernels), got {device}"
+        )
+    number = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if (device.index or 0) >= number:
+        raise NotImplementedError(
+            f"device: expected cpu or one of the {number} CUDA devices that torch sees, got {device}"
         )
     capability = torch.cuda.get_device_capability(device)
     if capability < _LEAST_CAPABILITY:
@@ -53,7 +82,9 @@ def _backend(device: torch.device) -> int:
 def supports(heads: int, q: int, device: torch.device | str) -> bool:
     """Whether a core of `heads` x `q` query rows per request runs on `device`. Never raises."""
     try:
-        config_sizes(Config(heads, q, 1, 1, 0, 1, 0, _backend(torch.device(device)), 1, 0, 1, 1))
+        config_sizes(
+            Config(heads, q, 1, 1, 0, 1, 0, supported_device(as_device(device)), 1, 0, 1, 1)
+        )
     except Exception:
         return False
     return True
@@ -93,36 +124,39 @@ class KvBalancedMla:
     ) -> None:
         if policy not in POLICIES:
             raise ValueError(f"policy: expected one of {POLICIES}, got {policy!r}")
-        if not 1 <= p_scale <= 256 or p_scale != int(p_scale):
-            raise ValueError(f"p_scale: expected a power of two in 1..256, got {p_scale}")
-        self.device = torch.device(device)
-        self.heads, self.q = heads, q
+        if p_scale not in _P_SCALES:
+            raise ValueError(f"p_scale: expected a power of two in 1..256, got {p_scale!r}")
+        for name, flag in (("causal", causal), ("partial_fp16", partial_fp16)):
+            if flag not in (True, False):
+                raise TypeError(f"{name}: expected a bool, got {flag!r}")
+        self.device = as_device(device)
+        self.heads, self.q = _as_int("heads", heads), _as_int("q", q)
+        self.max_requests = _as_int("requests", requests)
         config = Config(
-            num_heads=heads,
-            q_len=q,
-            max_requests=requests,
-            num_clusters=1 if clusters is None else clusters,
-            capacity=capacity,
-            min_split_tokens=min_split_tokens,
+            num_heads=self.heads,
+            q_len=self.q,
+            max_requests=self.max_requests,
+            num_clusters=1 if clusters is None else _as_int("clusters", clusters),
+            capacity=_as_int("capacity", capacity),
+            min_split_tokens=_as_int("min_split_tokens", min_split_tokens),
             policy=POLICIES.index(policy),
-            backend=_backend(self.device),
+            backend=supported_device(self.device),
             causal=int(causal),
             partial_fp16=int(partial_fp16),
-            reducer_d_tiles=reducer_d_tiles,
+            reducer_d_tiles=_as_int("reducer_d_tiles", reducer_d_tiles),
             p_scale=int(p_scale),
         )
+        config_sizes(config)
         if self.device.type == "cuda":
             with torch.cuda.device(self.device):
                 wave = prepare(config)
         else:
             wave = min(torch.get_num_threads(), _MAX_CPU_CLUSTERS)
-        self.clusters = wave if clusters is None else clusters
+        self.clusters = wave if clusters is None else config.num_clusters
         self.config = config._replace(num_clusters=self.clusters)
         self.sizes = config_sizes(self.config)
-        self.max_requests = requests
         self.list_len = self.sizes.list_len
         self.workspace_bytes = self.sizes.workspace_bytes
-        self._planned_requests = -1
 
     def plan(self, lengths: Tensor, counts: Tensor, work: Tensor) -> None:
         """Plans one step from `lengths` [B] int32 into `counts` [>= B] and `work` [>= list_len].
@@ -130,7 +164,7 @@ class KvBalancedMla:
         One kernel on the current stream; reads only `lengths`, rewrites the whole list.
         """
         ops.plan(lengths, counts, work, self.config)
-        self._planned_requests = lengths.numel()
+        work._kbmla_requests = lengths.numel()  # type: ignore[attr-defined]
 
     def decode(
         self,
@@ -160,11 +194,10 @@ class KvBalancedMla:
         chain to the kernels before and after by programmatic dependent launch.
 
         A row that sees no key gets out 0 and lse -inf. Without `out` a new tensor is made, the one
-        allocation here. ValueError names the argument that does not fit, RuntimeError a missing
-        plan; nothing is written then.
+        allocation here. ValueError names the argument that does not fit, RuntimeError a plan of
+        another number of requests (known of a `work` tensor that `plan` was given); nothing is
+        written then.
         """
-        if self._planned_requests < 0:
-            raise RuntimeError("decode: expected a plan first, none was made on this core")
         if isinstance(query, Tensor) and query.dim() == 3:
             query = self._per_request("query", query)
         if out is None:
@@ -175,11 +208,12 @@ class KvBalancedMla:
             out = self._per_request("out", out)
         if isinstance(lse, Tensor) and lse.dim() == 2:
             lse = self._per_request("lse", lse)
-        requests = query.shape[0] if isinstance(query, Tensor) and query.dim() == 4 else -1
-        if requests not in (-1, self._planned_requests):
+        planned = getattr(work, "_kbmla_requests", None)
+        requests = query.shape[0] if isinstance(query, Tensor) and query.dim() == 4 else planned
+        if planned is not None and requests != planned:
             raise RuntimeError(
-                f"decode: expected a plan of {requests} requests, as query has, the last plan was "
-                f"of {self._planned_requests}"
+                f"decode: expected a plan of {requests} requests, as query has, the last one in "
+                f"work was of {planned}"
             )
         ops.decode(
             query, cache, block_table, lengths, causal_lens, counts, work, workspace, out, lse,

@@ -7,6 +7,7 @@ good call a wrapper adds one Python frame.
 
 from __future__ import annotations
 
+import operator
 from typing import Any, NoReturn
 
 import torch
@@ -72,9 +73,11 @@ def decode(
     ValueError names the argument that does not fit; then nothing was written.
     """
     try:
-        world, rank, interleave = cp
+        world, rank, interleave = (operator.index(number) for number in cp)
     except (TypeError, ValueError):
-        raise ValueError(f"cp: expected (world, rank, interleave), got {cp!r}") from None
+        raise ValueError(
+            f"cp: expected three integers (world, rank, interleave), got {cp!r}"
+        ) from None
     try:
         torch.ops.kbmla.decode(
             query, cache, block_table, lengths, totals, counts, work, workspace, out, lse,

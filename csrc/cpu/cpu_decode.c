@@ -141,24 +141,24 @@ static float row_lse(const decode_job *job, const kbmla_cpu_scratch *scratch, in
 }
 
 /* What O of a row is multiplied by: scale over the sum of P8's unrounded counterparts. */
-static float row_factor(const decode_job *job, const kbmla_cpu_scratch *scratch, int32_t row,
-                        double scale) {
+static float row_factor(const decode_job *job, const kbmla_cpu_scratch *scratch, int32_t row) {
     float sum = scratch->row_sum[row];
-    return sum == 0.0f ? 0.0f : (float)(scale / ((double)sum * (double)job->softmax.p_scale));
+    return sum == 0.0f ? 0.0f : 1.0f / (sum * job->softmax.p_scale);
 }
 
 static void store_final(const decode_job *job, const decode_item *item,
                         const kbmla_cpu_scratch *scratch) {
     const kbmla_decode_args *args = job->args;
     const int32_t num_heads = job->config->num_heads;
+    const float output_scale = (float)args->output_scale;
     for (int32_t i = 0; i < item->rows; i++) {
         int32_t token = (item->first_row + i) / num_heads;
         int32_t head = (item->first_row + i) % num_heads;
-        float factor = row_factor(job, scratch, i, args->output_scale);
+        float factor = row_factor(job, scratch, i);
         uint16_t *out = args->out + item->batch * args->out_batch_stride +
                         token * args->out_token_stride + head * args->out_head_stride;
         for (int d = 0; d < KBMLA_HEAD_DIM_V; d++)
-            out[d] = kbmla_float_to_bf16(scratch->out[i][d] * factor);
+            out[d] = kbmla_float_to_bf16(scratch->out[i][d] * factor * output_scale);
         if (args->lse != NULL)
             args->lse[item->batch * args->lse_batch_stride + token * args->lse_token_stride +
                       head * args->lse_head_stride] = row_lse(job, scratch, i);
@@ -171,7 +171,7 @@ static void store_partial(const decode_job *job, const decode_item *item,
     float *lse = (float *)(void *)(workspace + job->sizes->partial_lse_offset);
     for (int32_t i = 0; i < item->rows; i++) {
         int64_t row = (int64_t)item->slot * job->sizes->q_tile_rows + i;
-        float factor = row_factor(job, scratch, i, 1.0);
+        float factor = row_factor(job, scratch, i);
         lse[row] = row_lse(job, scratch, i);
         if (job->config->partial_fp16) {
             uint16_t *out = (uint16_t *)(void *)workspace + row * KBMLA_HEAD_DIM_V;

@@ -10,74 +10,119 @@
 typedef struct plan_state {
     int32_t tiles[KBMLA_MAX_REQUESTS];
     int32_t counts[KBMLA_MAX_REQUESTS];
-    int32_t order[2 * KBMLA_MAX_REQUESTS]; /* groups of splits, the longest first */
+    kbmla_plan_group groups[2 * KBMLA_MAX_REQUESTS];
+    int32_t classes[2 * KBMLA_MAX_REQUESTS]; /* of groups */
+    int32_t order[2 * KBMLA_MAX_REQUESTS];   /* groups, the longest first */
 } plan_state;
 
 static kbmla_plan_step measure_step(const kbmla_plan_rule *rule, const int32_t *tiles) {
-    kbmla_plan_step step = {0, 0, 0};
+    int64_t work = 0;
+    int32_t longest = 0;
     for (int32_t b = 0; b < rule->num_requests; b++) {
-        step.work += (int64_t)tiles[b] * rule->num_q_tiles;
-        step.max_tiles = kbmla_max(step.max_tiles, tiles[b]);
+        work += (int64_t)tiles[b] * rule->num_q_tiles;
+        longest = kbmla_max(longest, tiles[b]);
     }
-    step.weight_shift = kbmla_plan_weight_shift(step.work);
-    return step;
+    return kbmla_plan_measure(rule, work, longest);
+}
+
+static kbmla_plan_part part_of(const kbmla_plan_rule *rule, const kbmla_plan_step *step,
+                               const kbmla_plan_cut *cut, int32_t batch, int32_t tiles) {
+    return kbmla_plan_part_of(cut, batch, kbmla_plan_units(step, tiles),
+                              kbmla_plan_limit(rule, tiles));
+}
+
+/* Load of the fullest cluster when every entry weighs the average of its class. Loads differ
+ * between neighbouring columns only where a class ends. */
+static int32_t fullest_cluster(const kbmla_plan_rule *rule, const kbmla_plan_sums *sums,
+                               int32_t splits) {
+    int32_t clusters = rule->num_clusters;
+    int32_t rows = kbmla_ceil_div(splits * rule->num_q_tiles, clusters);
+    kbmla_ratio waves = kbmla_make_ratio(1, clusters);
+    kbmla_plan_end ends[KBMLA_PLAN_PRICE_CLASSES];
+    int32_t ranks = 0, first = 0, fullest = 0;
+    for (int32_t i = KBMLA_PLAN_PRICE_CLASSES - 1; i >= 0; i--) {
+        int32_t weight = kbmla_plan_average(sums->class_weight[i], sums->class_splits[i]);
+        int32_t lighter =
+            i > 0 ? kbmla_plan_average(sums->class_weight[i - 1], sums->class_splits[i - 1]) : 0;
+        ranks += sums->class_splits[i] * rule->num_q_tiles;
+        ends[i] = kbmla_plan_end_of(ranks, weight - lighter, rows, clusters, waves);
+        first += ends[i].all;
+    }
+    for (int32_t i = -1; i < KBMLA_PLAN_PRICE_CLASSES; i++) {
+        int32_t column = i < 0 ? 0 : ends[i].at, load = first;
+        for (int32_t j = 0; j < KBMLA_PLAN_PRICE_CLASSES; j++)
+            load += ends[j].at <= column ? ends[j].step : 0;
+        if (column < clusters)
+            fullest = kbmla_max(fullest, load);
+    }
+    return fullest;
 }
 
 static int32_t candidate_price(const kbmla_plan_rule *rule, const kbmla_plan_step *step,
                                int32_t candidate, const int32_t *tiles) {
-    kbmla_divisor piece = kbmla_plan_piece(rule, step, candidate);
+    kbmla_plan_cut cut = kbmla_plan_make_cut(rule, step, candidate, rule->candidates[candidate]);
     kbmla_plan_sums sums = {0};
+    kbmla_plan_totals totals = {0, 0, 0, 0};
     for (int32_t b = 0; b < rule->num_requests; b++) {
-        kbmla_plan_part parts[2];
-        sums.slots += kbmla_plan_parts(rule, step, candidate, piece, b, tiles[b], parts);
-        for (int32_t i = 0; i < 2; i++) {
-            sums.class_entries[parts[i].class_index] += parts[i].entries;
-            sums.class_weight[parts[i].class_index] += parts[i].weight;
+        kbmla_plan_part part = part_of(rule, step, &cut, b, tiles[b]);
+        int32_t class_index = kbmla_plan_class(cut.classes, part.per) / 2;
+        int32_t weight = kbmla_plan_weight(step, kbmla_plan_units(step, tiles[b]), part.count);
+        sums.class_splits[class_index] += part.count;
+        sums.class_weight[class_index] += weight;
+        totals.splits += part.count;
+        totals.slots += part.count > 1 ? part.count : 0;
+        totals.weight += weight;
+    }
+    if (totals.splits - rule->num_requests > rule->max_extra || totals.slots > rule->max_slots)
+        return INT32_MAX;
+    totals.fullest = fullest_cluster(rule, &sums, totals.splits);
+    return kbmla_plan_price(rule, step, totals);
+}
+
+static int32_t cheapest_candidate(const kbmla_plan_rule *rule, const kbmla_plan_step *step,
+                                  const int32_t *tiles) {
+    int32_t best = 0, best_price = INT32_MAX;
+    for (int32_t candidate = 0; candidate < rule->num_candidates; candidate++) {
+        int32_t price = candidate_price(rule, step, candidate, tiles);
+        if (price < best_price) {
+            best = candidate;
+            best_price = price;
         }
     }
-    return kbmla_plan_price(rule, step, kbmla_plan_total(rule, &sums));
+    return best;
 }
 
 static void choose_counts(const kbmla_plan_rule *rule, plan_state *state) {
     kbmla_plan_step step = measure_step(rule, state->tiles);
-    int32_t best = 0, best_price = INT32_MAX;
-    if (rule->policy == KBMLA_POLICY_BALANCED)
-        for (int32_t candidate = 0; candidate < rule->num_candidates; candidate++) {
-            int32_t price = candidate_price(rule, &step, candidate, state->tiles);
-            if (price < best_price) {
-                best = candidate;
-                best_price = price;
-            }
-        }
-    kbmla_divisor piece = kbmla_plan_piece(rule, &step, best);
+    int32_t is_balanced = rule->policy == KBMLA_POLICY_BALANCED;
+    int32_t best = is_balanced ? cheapest_candidate(rule, &step, state->tiles) : 0;
+    kbmla_plan_cut cut = kbmla_plan_make_cut(rule, &step, best, rule->candidates[best]);
+    kbmla_ratio classes = is_balanced ? cut.classes : kbmla_plan_list_classes(rule, &step);
+    int32_t per_request = kbmla_plan_groups_per_request(rule);
     for (int32_t b = 0; b < rule->num_requests; b++) {
         int32_t tiles = state->tiles[b];
-        state->counts[b] =
-            rule->policy == KBMLA_POLICY_EQUAL   ? kbmla_plan_equal_count(rule, tiles, &step)
-            : rule->policy == KBMLA_POLICY_FIXED ? kbmla_plan_fixed_count(rule, tiles)
-                                                 : kbmla_plan_count(rule, best, piece, b, tiles);
+        int32_t count = is_balanced ? part_of(rule, &step, &cut, b, tiles).count
+                                    : kbmla_plan_policy_count(rule, &step, tiles);
+        state->counts[b] = step.shift > 0 ? kbmla_normalise_count(tiles, count) : count;
+        for (int32_t i = 0; i < per_request; i++) {
+            kbmla_plan_group *group = &state->groups[b * per_request + i];
+            *group = kbmla_plan_group_of(i, per_request, kbmla_plan_units(&step, tiles),
+                                         state->counts[b]);
+            state->classes[b * per_request + i] = kbmla_plan_class(classes, group->length);
+        }
     }
 }
 
-static kbmla_plan_group group_of(const plan_state *state, int32_t index) {
-    return kbmla_plan_group_of(index, state->tiles[index >> 1], state->counts[index >> 1]);
-}
-
-/* A counting sort of the groups by the length of their entries; stable. */
+/* A counting sort of the groups by class; stable. */
 static void sort_groups(const kbmla_plan_rule *rule, plan_state *state) {
-    int32_t longest = 1, ends[KBMLA_PLAN_SORT_CLASSES] = {0};
-    for (int32_t b = 0; b < rule->num_requests; b++)
-        longest = kbmla_max(longest, kbmla_ceil_div(state->tiles[b], state->counts[b]));
-    kbmla_divisor scale = kbmla_make_divisor((uint32_t)longest);
-    for (int32_t i = 0; i < 2 * rule->num_requests; i++)
-        ends[kbmla_plan_sort_class(rule, scale, group_of(state, i).per)]++;
-    for (int32_t i = 0, before = 0; i < KBMLA_PLAN_SORT_CLASSES; i++) {
-        int32_t in_class = ends[i];
-        ends[i] = before;
-        before += in_class;
-    }
-    for (int32_t i = 0; i < 2 * rule->num_requests; i++)
-        state->order[ends[kbmla_plan_sort_class(rule, scale, group_of(state, i).per)]++] = i;
+    int32_t starts[KBMLA_PLAN_CLASSES + 1] = {0};
+    int32_t groups = rule->num_requests * kbmla_plan_groups_per_request(rule);
+    for (int32_t i = 0; i < groups; i++)
+        starts[KBMLA_PLAN_CLASSES - state->classes[i]]++;
+    for (int32_t i = 1; i <= KBMLA_PLAN_CLASSES; i++)
+        starts[i] += starts[i - 1];
+    for (int32_t i = 0; i < groups; i++)
+        state->order[starts[KBMLA_PLAN_CLASSES - 1 - state->classes[i]]++] = i;
 }
 
 static void write_list(const kbmla_plan_rule *rule, const kbmla_sizes *sizes, int32_t max_requests,
@@ -94,12 +139,16 @@ static void write_list(const kbmla_plan_rule *rule, const kbmla_sizes *sizes, in
             slot += request_entries;
         }
     }
-    for (int32_t i = 0; i < 2 * num_requests; i++) {
-        kbmla_plan_group group = group_of(state, state->order[i]);
+    kbmla_ratio waves = kbmla_make_ratio(1, rule->num_clusters);
+    int32_t rows = kbmla_plan_rows(entries, waves, rule->num_clusters);
+    int32_t per_request = kbmla_plan_groups_per_request(rule);
+    for (int32_t i = 0; i < num_requests * per_request; i++) {
+        kbmla_plan_group group = state->groups[state->order[i]];
+        int32_t batch = state->order[i] / per_request;
         for (int32_t split = 0; split < group.num_splits; split++)
             for (int32_t q_tile = 0; q_tile < rule->num_q_tiles; q_tile++)
-                work[kbmla_plan_list_index(rule, rank++, entries)] =
-                    kbmla_pack_entry(q_tile, group.batch, group.first_split + split, num_requests);
+                work[kbmla_plan_list_index(rule, rank++, rows, waves)] =
+                    kbmla_pack_entry(q_tile, batch, group.first_split + split, num_requests);
     }
 }
 

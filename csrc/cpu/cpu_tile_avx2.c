@@ -5,7 +5,7 @@
 #if defined(__x86_64__)
 
 #if !defined(__AVX2__) || !defined(__FMA__) || defined(__AVX512F__)
-#error "compile cpu_tile_avx2.c with -mavx2 -mfma -mf16c, and no more than that"
+#error "compile cpu_tile_avx2.c with -mavx2 -mfma, and no more than that"
 #endif
 
 #include <immintrin.h>

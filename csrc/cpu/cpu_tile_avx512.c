@@ -6,7 +6,7 @@
 
 #if !defined(__AVX512F__) || !defined(__AVX512BW__) || !defined(__AVX512VL__) ||                   \
     !defined(__AVX512DQ__) || !defined(__FMA__)
-#error "compile cpu_tile_avx512.c with -mavx512f -mavx512bw -mavx512vl -mavx512dq -mfma -mf16c"
+#error "compile cpu_tile_avx512.c with -mavx512f -mavx512bw -mavx512vl -mavx512dq -mfma"
 #endif
 
 #include <immintrin.h>

@@ -12,7 +12,7 @@
  * one broadcast element at a time. Every element of a product is summed over its depth in
  * increasing order, so no result depends on how rows are grouped.
  *
- * The softmax step is section "numerics" of the specification: lazy maximum, unrounded sum, P
+ * The softmax step is the numerics in README.md: lazy maximum, unrounded sum, P
  * rounded to E4M3. -inf is the only mask value. Maxima ignore NaN and sums carry it, so a NaN key
  * makes its row NaN without ever deciding a maximum.
  */

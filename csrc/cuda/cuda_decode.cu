@@ -346,9 +346,11 @@ static __device__ void consume(const decode_params &params, uint8_t *smem, uint3
                     alpha[m][half] = is_kept ? 1.0f : exp2_approx((old - seen) * scale);
                     row_max[m][half] = is_kept ? old : seen;
                     has_rescale |= !is_kept;
-                    float base = row_max[m][half] == -INFINITY ? 0.0f : row_max[m][half] * scale;
-                    float p0 = exp2_approx(fmaf(s[m][2 * half], scale, -base));
-                    float p1 = exp2_approx(fmaf(s[m][2 * half + 1], scale, -base));
+                    /* The difference first: it is exact near the maximum, where scaled scores of
+                     * 1e7 would be rounded by whole per cents of P. */
+                    float top = row_max[m][half] == -INFINITY ? 0.0f : row_max[m][half];
+                    float p0 = exp2_approx((s[m][2 * half] - top) * scale);
+                    float p1 = exp2_approx((s[m][2 * half + 1] - top) * scale);
                     l[m][half] = l[m][half] * alpha[m][half] + (p0 + p1);
                     uint32_t p = round_e4m3_half2(p0 * params.p_scale, p1 * params.p_scale);
                     /* Fragment register: 0 and 1 are tokens 0-7 of 16, rows g and g + 8. */

@@ -4,14 +4,17 @@
  */
 #include "cuda_launch.h"
 
+#include <atomic>
+#include <mutex>
+
 namespace {
 
 enum { MAX_DEVICES = 64 };
 
-/* Facts never change, so two threads that fill an entry at once write the same values; is_known is
- * stored last. */
+/* An entry is complete once is_known says so; two threads may find the same facts at once. */
 kbmla_cuda_device known_devices[MAX_DEVICES];
-volatile int is_known[MAX_DEVICES];
+std::atomic<bool> is_known[MAX_DEVICES];
+std::mutex fill_lock;
 
 kbmla_status query(int index, kbmla_cuda_device *device, kbmla_error *err) {
     int major = 0;
@@ -35,10 +38,13 @@ extern "C" kbmla_status kbmla_cuda_current_device(kbmla_cuda_device *device, kbm
     CUDA_CHECK(cudaGetDevice(&index), err);
     if (index >= MAX_DEVICES)
         return query(index, device, err);
-    if (!is_known[index]) {
-        FORWARD_IF_ERROR(query(index, &known_devices[index], err));
-        __sync_synchronize();
-        is_known[index] = 1;
+    if (!is_known[index].load(std::memory_order_acquire)) {
+        kbmla_cuda_device found;
+        FORWARD_IF_ERROR(query(index, &found, err));
+        std::lock_guard<std::mutex> guard(fill_lock);
+        if (!is_known[index].load(std::memory_order_relaxed))
+            known_devices[index] = found;
+        is_known[index].store(true, std::memory_order_release);
     }
     *device = known_devices[index];
     return KBMLA_OK;

@@ -16,7 +16,7 @@
             return kbmla_cuda_fail((err), cuda_check_code, #call);                                 \
     } while (0)
 
-/* Fills err with the failed call and clears CUDA's sticky launch error. */
+/* Fills err with the failed call and clears the runtime's last error. */
 kbmla_status kbmla_cuda_fail(kbmla_error *err, cudaError_t code, const char *call);
 
 /* Launches a kernel of `blocks` blocks; with `pdl` it may start while its predecessor in the stream

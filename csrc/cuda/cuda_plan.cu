@@ -1,20 +1,30 @@
 /*
- * Device planner: the functions of plan_rule.h driven by one block, with plans bit-equal to
- * cpu_plan.c. One kernel per decode step; it reads lengths only and serves every GPU backend.
+ * Device planner: the rule of plan_rule.h by one block, with plans bit-equal to cpu_plan.c. One
+ * kernel per decode step; it reads lengths only and serves every GPU backend.
  *
- *   tiles of every request, their sum and maximum
- *   policy balanced: warps price the candidates, the cheapest wins
- *   counts, one thread per request; entries ranked longest first by a counting sort
- *   the list: every thread writes its request's entries, a warp those of a much split request
+ *   tiles of every request, their sum and maximum                      thread = request
+ *   policy balanced: how each candidate cuts each request, summed up   lane = candidate
+ *                    the price of each candidate, the cheapest wins    warp = candidate, lane =
+ * class requests ranked by the length of their splits: a counting sort     thread = request the
+ * list                                                           thread = rank
  *
- * All sums are of integers, so their order does not matter to the result.
+ * A plan is a matter of microseconds, in which every dependent instruction and every line of code
+ * that is fetched for the first time counts: loops are kept rolled, warps without work skip all but
+ * the barriers. All sums are of integers, so their order does not matter to the result.
  */
 #include "cuda_launch.h"
 #include "cuda_ptx.cuh"
 
 #include "../plan_rule.h"
 
-enum { THREADS = 1024, WARPS = 32, SOLO_ENTRIES = 8 };
+enum {
+    MAX_WARPS = 32,
+    MAX_PAIRS = 4096, /* of a candidate and a request */
+    PITCH = 17,       /* of the sums of a class: lanes are candidates, then classes */
+    RANK_BITS = 11,   /* of a number of groups, below a number of splits */
+    BLOCK = 4         /* warps whose classes are summed up */
+};
+static const uint32_t ALL_LANES = 0xFFFFFFFFu;
 
 struct plan_params {
     kbmla_plan_rule rule;
@@ -22,268 +32,286 @@ struct plan_params {
     int32_t *counts;
     int32_t *work;
     int32_t list_len;
-    int32_t tail; /* index of the first partial base */
+    int32_t tail;           /* index of the first partial base */
+    int32_t candidate_bits; /* log2 of the number of candidates */
 };
 
 struct plan_smem {
-    int32_t tiles[KBMLA_MAX_REQUESTS];
-    kbmla_plan_sums sums[KBMLA_PLAN_MAX_CANDIDATES];
-    kbmla_divisor piece[KBMLA_PLAN_MAX_CANDIDATES];
+    /* Zero at first, up to `request`. */
+    int32_t class_splits[KBMLA_PLAN_PRICE_CLASSES * PITCH];
+    int32_t class_weight[KBMLA_PLAN_PRICE_CLASSES * PITCH];
+    int32_t slots[KBMLA_PLAN_MAX_CANDIDATES];
+    /* Groups | splits << RANK_BITS, of a warp and of BLOCK warps; class 0 the longest. */
+    int32_t warp_class[MAX_WARPS][KBMLA_PLAN_CLASSES];
+    int32_t block_class[MAX_WARPS / BLOCK][KBMLA_PLAN_CLASSES];
+    int2 request[KBMLA_MAX_REQUESTS]; /* tiles, limit of the count */
+    int2 listed[KBMLA_MAX_REQUESTS];  /* groups in the order of the list: first rank, batch << 8 |
+                                         split */
+    int32_t total;                    /* groups | splits << RANK_BITS */
+    kbmla_plan_candidate candidates[KBMLA_PLAN_MAX_CANDIDATES];
+    uint8_t more[MAX_PAIRS]; /* count - 1 */
+    kbmla_ratio classes[KBMLA_PLAN_MAX_CANDIDATES];
     int32_t price[KBMLA_PLAN_MAX_CANDIDATES];
-    int64_t warp_work[WARPS];
-    int32_t warp_max[WARPS];
-    int32_t warp_slots[WARPS];
-    int32_t class_rank[WARPS][KBMLA_PLAN_SORT_CLASSES]; /* entries, then first rank, per warp */
+    __align__(16) int2 ends[MAX_WARPS][KBMLA_PLAN_PRICE_CLASSES];
+    int32_t warp_low[MAX_WARPS];
+    int32_t warp_high[MAX_WARPS];
+    int32_t warp_most[MAX_WARPS];
+    int32_t warp_slots[MAX_WARPS];
 };
 
-/* Sum of `value` over the lanes below this one. */
-static __device__ __forceinline__ int32_t warp_exclusive_sum(int32_t value, int32_t lane) {
-    int32_t sum = value;
+static __device__ __forceinline__ int32_t lane_sum(int32_t value) {
+    return __reduce_add_sync(ALL_LANES, value);
+}
+
+/* Work and longest request of the step, from what every warp left in shared memory. */
+static __device__ __forceinline__ kbmla_plan_step measure_step(const plan_smem &smem,
+                                                               const kbmla_plan_rule &rule,
+                                                               int32_t lane) {
+    const bool is_warp = lane < (int32_t)(blockDim.x / 32);
+    const int32_t low = lane_sum(is_warp ? smem.warp_low[lane] : 0);
+    const int32_t high = lane_sum(is_warp ? smem.warp_high[lane] : 0);
+    const int32_t most = __reduce_max_sync(ALL_LANES, is_warp ? smem.warp_most[lane] : 0);
+    return kbmla_plan_measure(&rule, (low + ((int64_t)high << 16)) * rule.num_q_tiles, most);
+}
+
+/* Adds up how the candidate of this lane cuts the requests, and notes it for each. */
+static __device__ __forceinline__ void sum_candidates(plan_smem &smem, const plan_params &params,
+                                                      const kbmla_plan_step &step, int32_t lane) {
+    const kbmla_plan_rule &rule = params.rule;
+    const int32_t bits = params.candidate_bits;
+    const int32_t candidate = lane & ((1 << bits) - 1);
+    const int32_t pairs = rule.num_requests << bits;
+    const kbmla_plan_cut cut =
+        kbmla_plan_make_cut(&rule, &step, candidate, smem.candidates[candidate]);
+    int32_t slots = 0;
+#pragma unroll 1
+    for (int32_t pair = (int32_t)threadIdx.x; pair < pairs; pair += (int32_t)blockDim.x) {
+        const int32_t batch = pair >> bits;
+        const int2 request = smem.request[batch];
+        const int32_t units = kbmla_plan_units(&step, request.x);
+        const kbmla_plan_part part = kbmla_plan_part_of(&cut, batch, units, request.y);
+        const int32_t at = (kbmla_plan_class(cut.classes, part.per) >> 1) * PITCH + candidate;
+        atomicAdd(&smem.class_splits[at], part.count);
+        atomicAdd(&smem.class_weight[at], kbmla_plan_weight(&step, units, part.count));
+        slots += part.count > 1 ? part.count : 0;
+        smem.more[pair] = (uint8_t)(part.count - 1);
+    }
+    if (threadIdx.x == (uint32_t)candidate)
+        smem.classes[candidate] = cut.classes;
+    if (slots > 0)
+        atomicAdd(&smem.slots[candidate], slots);
+}
+
+/* The price of a candidate, by a warp. A lane holds a class and the end of its ranks. */
+static __device__ __forceinline__ int32_t price_candidate(plan_smem &smem,
+                                                          const kbmla_plan_rule &rule,
+                                                          const kbmla_plan_step &step,
+                                                          int32_t candidate, int32_t warp,
+                                                          int32_t lane) {
+    const int32_t clusters = rule.num_clusters;
+    const int32_t splits = smem.class_splits[lane * PITCH + candidate];
+    const int32_t weight = smem.class_weight[lane * PITCH + candidate];
+    const int32_t average = kbmla_plan_average(weight, splits);
+    const int32_t lighter = __shfl_up_sync(ALL_LANES, average, 1);
+    /* Splits of this class and all longer ones. */
+    int32_t ranks = splits;
 #pragma unroll
-    for (int step = 1; step < 32; step <<= 1) {
-        int32_t below = __shfl_up_sync(0xFFFFFFFFu, sum, step);
-        sum += lane >= step ? below : 0;
+    for (int distance = 1; distance < 32; distance <<= 1) {
+        int32_t longer = __shfl_down_sync(ALL_LANES, ranks, distance);
+        ranks += lane + distance < 32 ? longer : 0;
     }
-    return sum - value;
-}
-
-/* Work, longest request and weight shift of the step, the same in every thread. */
-static __device__ kbmla_plan_step measure_step(plan_smem &smem, int32_t tiles, int32_t q_tiles) {
-    const int32_t lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-    int64_t work = (int64_t)tiles * q_tiles;
-    int32_t most = __reduce_max_sync(0xFFFFFFFFu, tiles);
+    kbmla_plan_totals totals;
+    totals.splits = __shfl_sync(ALL_LANES, ranks, 0);
+    totals.slots = smem.slots[candidate];
+    totals.weight = lane_sum(weight);
+    const kbmla_ratio waves = kbmla_make_ratio(1, clusters);
+    const int32_t rows = kbmla_plan_rows(totals.splits * rule.num_q_tiles, waves, clusters);
+    const kbmla_plan_end end = kbmla_plan_end_of(
+        ranks * rule.num_q_tiles, average - (lane > 0 ? lighter : 0), rows, clusters, waves);
+    smem.ends[warp][lane] = make_int2(end.at, end.step);
+    const int32_t first = lane_sum(end.all);
+    int32_t load = first + lane_sum(end.at == 0 ? end.step : 0); /* of column 0 */
+    __syncwarp();
+    int32_t here = first;
 #pragma unroll
-    for (int step = 16; step > 0; step >>= 1)
-        work += __shfl_xor_sync(0xFFFFFFFFu, work, step);
-    if (lane == 0) {
-        smem.warp_work[warp] = work;
-        smem.warp_max[warp] = most;
+    for (int i = 0; i < KBMLA_PLAN_PRICE_CLASSES; i += 2) {
+        const int4 two = *reinterpret_cast<const int4 *>(&smem.ends[warp][i]);
+        here += two.x <= end.at ? two.y : 0;
+        here += two.z <= end.at ? two.w : 0;
     }
-    __syncthreads();
-    work = smem.warp_work[lane];
-#pragma unroll
-    for (int step = 16; step > 0; step >>= 1)
-        work += __shfl_xor_sync(0xFFFFFFFFu, work, step);
-    kbmla_plan_step step;
-    step.work = work;
-    step.max_tiles = __reduce_max_sync(0xFFFFFFFFu, smem.warp_max[lane]);
-    step.weight_shift = kbmla_plan_weight_shift(work);
-    return step;
+    totals.fullest = kbmla_max(load, __reduce_max_sync(ALL_LANES, end.at < clusters ? here : 0));
+    __syncwarp();
+    return kbmla_plan_price(&rule, &step, totals);
 }
 
-/* kbmla_plan_fullest by a warp: a lane looks at the two clusters at the end of its class. */
-static __device__ int32_t fullest_cluster(const kbmla_plan_sums &sums, int32_t entries,
-                                          int32_t clusters, int32_t lane) {
-    const int32_t rows = kbmla_ceil_div(entries, clusters);
-    const int32_t in_class = sums.class_entries[lane];
-    const int32_t average = in_class > 0 ? kbmla_div(sums.class_weight[lane], in_class) : 0;
-    /* Entries of this class and all heavier ones: ranks up to the end of the class. */
-    const int32_t below = warp_exclusive_sum(in_class, lane);
-    const int32_t ranks = entries - below;
-    const int32_t end_row = kbmla_div(ranks, clusters), end_rest = ranks - end_row * clusters;
-    int32_t column[2], load[2] = {0, 0}, taken[2] = {0, 0};
-#pragma unroll
-    for (int side = 0; side < 2; side++) {
-        int32_t rank = ranks - 1 + side, row = kbmla_div(rank, clusters);
-        column[side] = kbmla_plan_row_column(row, rows, clusters, rank - row * clusters);
-    }
-    uint32_t classes = __ballot_sync(0xFFFFFFFFu, in_class > 0);
-    while (classes != 0) {
-        const int32_t i = 31 - __clz(classes); /* heaviest first */
-        classes &= ~(1u << i);
-        const int32_t row = __shfl_sync(0xFFFFFFFFu, end_row, i);
-        const int32_t rest = __shfl_sync(0xFFFFFFFFu, end_rest, i);
-        const int32_t weight = __shfl_sync(0xFFFFFFFFu, average, i);
-#pragma unroll
-        for (int side = 0; side < 2; side++) {
-            int32_t next = row + (kbmla_plan_row_column(row, rows, clusters, column[side]) < rest);
-            load[side] += (next - taken[side]) * weight;
-            taken[side] = next;
-        }
-    }
-    return __reduce_max_sync(0xFFFFFFFFu, in_class > 0 ? kbmla_max(load[0], load[1]) : 0);
+/* Only where lengths are counted in units of several tiles; out of the way of the rest. */
+static __device__ __noinline__ int32_t normalise_count(int32_t tiles, int32_t count) {
+    return kbmla_normalise_count(tiles, count);
 }
 
-/* Adds a part of every lane. Lanes whose class is the first lane's are summed beforehand: in even
- * batches that is all of them, and their additions would queue up. */
-static __device__ __forceinline__ void add_part(kbmla_plan_sums &sums, const kbmla_plan_part &part,
-                                                int32_t lane) {
-    const int32_t first = __shfl_sync(0xFFFFFFFFu, part.class_index, 0);
-    const bool is_first = part.class_index == first;
-    const int32_t entries = __reduce_add_sync(0xFFFFFFFFu, is_first ? part.entries : 0);
-    const int32_t weight = __reduce_add_sync(0xFFFFFFFFu, is_first ? part.weight : 0);
-    if (lane == 0 ? entries > 0 : !is_first && part.entries > 0) {
-        atomicAdd(&sums.class_entries[part.class_index], lane == 0 ? entries : part.entries);
-        atomicAdd(&sums.class_weight[part.class_index], lane == 0 ? weight : part.weight);
-    }
-}
-
-/* The cheapest candidate; the first of equals. */
-static __device__ int32_t choose_candidate(plan_smem &smem, const kbmla_plan_rule &rule,
-                                           const kbmla_plan_step &step) {
-    const int32_t lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-    /* Several warps share a candidate where there are fewer candidates than warps. */
-    const int32_t share = WARPS / rule.num_candidates;
-    const int32_t candidate = warp / share;
-    if (candidate < rule.num_candidates) {
-        kbmla_divisor piece = kbmla_plan_piece(&rule, &step, candidate);
-        kbmla_plan_sums &sums = smem.sums[candidate];
-        int32_t slots = 0;
-        for (int32_t first = warp % share * 32; first < rule.num_requests; first += share * 32) {
-            const int32_t b = first + lane;
-            kbmla_plan_part parts[2] = {};
-            if (b < rule.num_requests)
-                slots += kbmla_plan_parts(&rule, &step, candidate, piece, b, smem.tiles[b], parts);
-            add_part(sums, parts[0], lane);
-            add_part(sums, parts[1], lane);
-        }
-        slots = __reduce_add_sync(0xFFFFFFFFu, slots);
-        if (lane == 0) {
-            atomicAdd(&sums.slots, slots);
-            smem.piece[candidate] = piece;
-        }
-    }
-    __syncthreads();
-    if (warp < rule.num_candidates) {
-        const kbmla_plan_sums &sums = smem.sums[warp];
-        kbmla_plan_totals totals;
-        totals.entries = __reduce_add_sync(0xFFFFFFFFu, sums.class_entries[lane]);
-        totals.slots = sums.slots;
-        totals.weight = __reduce_add_sync(0xFFFFFFFFu, sums.class_weight[lane]);
-        totals.fullest = fullest_cluster(sums, totals.entries, rule.num_clusters, lane);
-        if (lane == 0)
-            smem.price[warp] = kbmla_plan_price(&rule, &step, totals);
-    }
-    __syncthreads();
-    const int32_t price = lane < rule.num_candidates ? smem.price[lane] : INT32_MAX;
-    const int32_t least = __reduce_min_sync(0xFFFFFFFFu, price);
-    return least == INT32_MAX ? 0 : __ffs(__ballot_sync(0xFFFFFFFFu, price == least)) - 1;
-}
-
-static __device__ int32_t count_of(const kbmla_plan_rule &rule, const kbmla_plan_step &step,
-                                   int32_t best, kbmla_divisor piece, int32_t batch,
-                                   int32_t tiles) {
-    if (rule.policy == KBMLA_POLICY_EQUAL)
-        return kbmla_plan_equal_count(&rule, tiles, &step);
-    if (rule.policy == KBMLA_POLICY_FIXED)
-        return kbmla_plan_fixed_count(&rule, tiles);
-    return kbmla_plan_count(&rule, best, piece, batch, tiles);
-}
-
-static __global__ void __launch_bounds__(THREADS)
+template <bool is_balanced>
+static __global__ void __launch_bounds__(1024)
     cuda_plan_kernel(const __grid_constant__ plan_params params) {
-    __shared__ plan_smem smem;
+    __shared__ __align__(16) plan_smem smem;
     const kbmla_plan_rule &rule = params.rule;
     const int32_t batch = (int32_t)threadIdx.x, lane = batch & 31, warp = batch >> 5;
+    const int32_t threads = (int32_t)blockDim.x;
     const int32_t num_requests = rule.num_requests, q_tiles = rule.num_q_tiles;
     const bool is_request = batch < num_requests;
 
-    int32_t *sums = reinterpret_cast<int32_t *>(smem.sums);
-    for (int32_t i = batch; i < (int32_t)(sizeof smem.sums / 4); i += THREADS)
-        sums[i] = 0;
-    for (int32_t i = batch; i < WARPS * KBMLA_PLAN_SORT_CLASSES; i += THREADS)
-        smem.class_rank[0][i] = 0;
+    for (int32_t i = batch; i < (int32_t)(offsetof(plan_smem, request) / 16); i += threads)
+        reinterpret_cast<int4 *>(&smem)[i] = make_int4(0, 0, 0, 0);
+    if (batch < KBMLA_PLAN_MAX_CANDIDATES)
+        smem.candidates[batch] = rule.candidates[batch];
     grid_dependency_launch();
     grid_dependency_wait();
 
-    const int32_t tiles = is_request ? kbmla_num_tiles(params.lengths[batch]) : 0;
-    smem.tiles[batch] = tiles;
-    const kbmla_plan_step step = measure_step(smem, tiles, q_tiles);
-    const int32_t best =
-        rule.policy == KBMLA_POLICY_BALANCED ? choose_candidate(smem, rule, step) : 0;
-    const int32_t count =
-        is_request ? count_of(rule, step, best, smem.piece[best], batch, tiles) : 0;
-    const int32_t slots = count > 1 ? count * q_tiles : 0;
-
-    /* The longest entry scales the sort classes. */
-    const kbmla_plan_group group[2] = {
-        kbmla_plan_group_of(2 * batch, tiles, kbmla_max(count, 1)),
-        kbmla_plan_group_of(2 * batch + 1, tiles, kbmla_max(count, 1))};
-    const int32_t longest_here = __reduce_max_sync(0xFFFFFFFFu, group[0].per);
-    const int32_t slots_below = warp_exclusive_sum(slots, lane);
-    if (lane == 31)
-        smem.warp_slots[warp] = slots_below + slots;
-    if (lane == 0)
-        smem.warp_max[warp] = longest_here;
-    __syncthreads();
-    const kbmla_divisor longest = kbmla_make_divisor(
-        (uint32_t)kbmla_max(1, __reduce_max_sync(0xFFFFFFFFu, smem.warp_max[lane])));
-    const int32_t first_slot =
-        slots_below + __reduce_add_sync(0xFFFFFFFFu, lane < warp ? smem.warp_slots[lane] : 0);
-
-    /* Ranks: entries of lighter sort classes come later; within one, in the order of the groups. */
-    int32_t class_of[2], entries_of[2], rank[2] = {0, 0};
-#pragma unroll
-    for (int g = 0; g < 2; g++) {
-        class_of[g] = kbmla_plan_sort_class(&rule, longest, group[g].per);
-        entries_of[g] = is_request ? group[g].num_splits * q_tiles : 0;
-        if (entries_of[g] > 0)
-            atomicAdd(&smem.class_rank[warp][class_of[g]], entries_of[g]);
+    const int32_t length = is_request ? params.lengths[batch] : 0;
+    int32_t *work = params.work;
+#pragma unroll 1
+    for (int32_t i = batch; i < params.list_len; i += threads)
+        work[i] = -1;
+    const int32_t tiles = kbmla_max(length, 0) == 0 ? 0 : ((length - 1) >> 7) + 1;
+    if (batch == 0)
+        smem.total = 0;
+    smem.request[batch] = make_int2(tiles, kbmla_plan_limit(&rule, tiles));
+    const int32_t low = lane_sum(tiles & 0xFFFF), high = lane_sum(tiles >> 16);
+    const int32_t most = __reduce_max_sync(ALL_LANES, tiles);
+    if (lane == 0) {
+        smem.warp_low[warp] = low;
+        smem.warp_high[warp] = high;
+        smem.warp_most[warp] = most;
     }
-    rank[1] = class_of[1] == class_of[0] ? entries_of[0] : 0;
-    const uint32_t packed = (uint32_t)(class_of[0] | class_of[1] << 6 | entries_of[0] << 12);
-    if (warp * 32 < num_requests) {
-        for (int32_t other = 0; other < 31; other++) {
-            const uint32_t seen = __shfl_sync(0xFFFFFFFFu, packed, other);
-            const int32_t first = (int32_t)(seen & 63), last = (int32_t)(seen >> 6 & 63);
-            const int32_t entries = (int32_t)(seen >> 12);
-            if (other < lane) {
+    __syncthreads();
+
+    const kbmla_plan_step step = measure_step(smem, rule, lane);
+    int32_t best = 0;
+    if (is_balanced) {
+        if ((warp * 32) >> params.candidate_bits < num_requests)
+            sum_candidates(smem, params, step, lane);
+        __syncthreads();
+#pragma unroll 1
+        for (int32_t i = warp; i < rule.num_candidates; i += threads / 32)
+            smem.price[i] = price_candidate(smem, rule, step, i, warp, lane);
+        __syncthreads();
+        const int32_t price = lane < rule.num_candidates ? smem.price[lane] : INT32_MAX;
+        const int32_t least = __reduce_min_sync(ALL_LANES, price);
+        best = least == INT32_MAX ? 0 : __ffs(__ballot_sync(ALL_LANES, price == least)) - 1;
+    }
+
+    /* From here on a thread has a group: one or two per request. */
+    const int32_t per_request = kbmla_plan_groups_per_request(&rule);
+    const int32_t owner = batch >> (per_request - 1), num_groups = num_requests * per_request;
+    const bool is_working = warp * 32 < num_groups;
+    int32_t count = 0, class_of = 0, groups_before = 0, splits_before = 0, slots_before = 0;
+    kbmla_plan_group group = {0, 0, 0};
+    if (is_working) {
+        if (owner < num_requests) {
+            const int32_t own_tiles = smem.request[owner].x;
+            count = is_balanced ? smem.more[(owner << params.candidate_bits) + best] + 1
+                                : kbmla_plan_policy_count(&rule, &step, own_tiles);
+            if (step.shift > 0)
+                count = normalise_count(own_tiles, count);
+            group = kbmla_plan_group_of(batch & (per_request - 1), per_request,
+                                        kbmla_plan_units(&step, own_tiles), count);
+            const kbmla_ratio classes =
+                is_balanced ? smem.classes[best] : kbmla_plan_list_classes(&rule, &step);
+            class_of = KBMLA_PLAN_CLASSES - 1 - kbmla_plan_class(classes, group.length);
+        }
+        /* Of the groups before this one in the warp: those of its class, their splits, and the
+         * slots of all. Splits are added by their binary digits. */
+        const int32_t number = group.num_splits;
+        uint32_t same = __ballot_sync(ALL_LANES, number > 0);
 #pragma unroll
-                for (int g = 0; g < 2; g++)
-                    rank[g] +=
-                        (first == class_of[g] ? entries : 0) + (last == class_of[g] ? q_tiles : 0);
+        for (int bit = 0; bit < 6; bit++) {
+            const bool is_set = class_of >> bit & 1;
+            const uint32_t set = __ballot_sync(ALL_LANES, is_set);
+            same &= is_set ? set : ~set;
+        }
+        const uint32_t below = (1u << lane) - 1, same_below = same & below;
+        groups_before = __popc(same_below);
+        const uint32_t odd_number = __ballot_sync(ALL_LANES, number & 1);
+        splits_before = __popc(odd_number & same_below);
+        slots_before = __popc(odd_number & below) -
+                       __popc(__ballot_sync(ALL_LANES, number == 1 && count == 1) & below);
+        if (__any_sync(ALL_LANES, number > 1)) {
+#pragma unroll
+            for (int bit = 1; bit < 9; bit++) {
+                const uint32_t digit = __ballot_sync(ALL_LANES, number >> bit & 1);
+                splits_before += __popc(digit & same_below) << bit;
+                slots_before += __popc(digit & below) << bit;
             }
         }
-    }
-    __syncthreads();
-    if (warp < KBMLA_PLAN_SORT_CLASSES / 32) {
-        const int32_t used_warps = kbmla_ceil_div(num_requests, 32);
-        int32_t total = 0;
-        for (int32_t w = 0; w < used_warps; w++) {
-            int32_t here = smem.class_rank[w][batch];
-            smem.class_rank[w][batch] = total;
-            total += here;
+        /* The last of a class knows its sums, the last lane those of the warp. */
+        if (number > 0 && same >> lane == 1) {
+            const int32_t sums = (groups_before + 1) | (splits_before + number) << RANK_BITS;
+            smem.warp_class[warp][class_of] = sums;
+            atomicAdd(&smem.block_class[warp / BLOCK][class_of], sums);
         }
-        int32_t before = warp_exclusive_sum(total, lane);
-        /* The second half of the classes starts after the first: through warp_max. */
         if (lane == 31)
-            smem.warp_max[warp] = before + total;
-        smem.tiles[batch] = before;
+            smem.warp_slots[warp] = slots_before + (count > 1 ? number : 0);
+    }
+    smem.listed[batch].x = INT32_MAX; /* ends the search below */
+    __syncthreads();
+
+    /* First ranks of the classes: a lane holds two. */
+    if (is_working) {
+        int2 all = make_int2(0, 0), lower = make_int2(0, 0);
+#pragma unroll 1
+        for (int32_t block = 0; block * 32 * BLOCK < num_groups; block++) {
+            const int2 here = reinterpret_cast<const int2 *>(smem.block_class[block])[lane];
+            if (block == warp / BLOCK)
+                lower = all;
+            all.x += here.x;
+            all.y += here.y;
+        }
+#pragma unroll
+        for (int32_t back = 1; back < BLOCK; back++)
+            if (warp % BLOCK >= back) {
+                const int2 here =
+                    reinterpret_cast<const int2 *>(smem.warp_class[warp - back])[lane];
+                lower.x += here.x;
+                lower.y += here.y;
+            }
+        int32_t sum = all.x + all.y;
+#pragma unroll
+        for (int distance = 1; distance < 32; distance <<= 1) {
+            int32_t longer = __shfl_up_sync(ALL_LANES, sum, distance);
+            sum += lane >= distance ? longer : 0;
+        }
+        if (batch == 31)
+            smem.total = sum;
+        sum -= all.x + all.y;
+        const int32_t even = __shfl_sync(ALL_LANES, sum + lower.x, class_of >> 1);
+        const int32_t odd = __shfl_sync(ALL_LANES, sum + all.x + lower.y, class_of >> 1);
+        const int32_t base = class_of & 1 ? odd : even;
+        slots_before += lane_sum(lane < warp ? smem.warp_slots[lane] : 0);
+        if (group.num_splits > 0)
+            smem.listed[(base & ((1 << RANK_BITS) - 1)) + groups_before] = make_int2(
+                ((base >> RANK_BITS) + splits_before) * q_tiles, owner << 8 | group.first_split);
+        if (owner < num_requests && (batch & (per_request - 1)) == 0) {
+            params.counts[owner] = count;
+            if (count > 1)
+                work[params.tail + owner] = ~(slots_before * q_tiles);
+        }
     }
     __syncthreads();
-    const int32_t first_half = smem.warp_max[0];
-    const int32_t entries = first_half + smem.warp_max[1];
-#pragma unroll
-    for (int g = 0; g < 2; g++)
-        rank[g] += smem.class_rank[warp][class_of[g]] + smem.tiles[class_of[g]] +
-                   (class_of[g] >= 32 ? first_half : 0);
 
-    /* The list: valid entries, then negatives, then the bases. */
-    int32_t *work = params.work;
-    for (int32_t i = entries + batch; i < params.tail; i += THREADS)
-        work[i] = -1;
-    for (int32_t i = batch; i < params.list_len - params.tail; i += THREADS)
-        work[params.tail + i] = i == batch && slots > 0 ? ~first_slot : -1;
-    if (is_request)
-        params.counts[batch] = count;
-#pragma unroll
-    for (int g = 0; g < 2; g++) {
-        const bool is_solo = entries_of[g] <= SOLO_ENTRIES;
-        if (is_solo)
-            for (int32_t i = 0; i < entries_of[g]; i++)
-                work[kbmla_plan_list_index(&rule, rank[g] + i, entries)] = kbmla_pack_entry(
-                    i % q_tiles, batch, group[g].first_split + i / q_tiles, num_requests);
-        uint32_t large = __ballot_sync(0xFFFFFFFFu, !is_solo);
-        while (large != 0) {
-            const int32_t from = __ffs(large) - 1;
-            large &= large - 1;
-            const int32_t number = __shfl_sync(0xFFFFFFFFu, entries_of[g], from);
-            const int32_t first = __shfl_sync(0xFFFFFFFFu, rank[g], from);
-            const int32_t split = __shfl_sync(0xFFFFFFFFu, group[g].first_split, from);
-            for (int32_t i = lane; i < number; i += 32)
-                work[kbmla_plan_list_index(&rule, first + i, entries)] = kbmla_pack_entry(
-                    i % q_tiles, warp * 32 + from, split + i / q_tiles, num_requests);
-        }
+    const int32_t listed = smem.total & ((1 << RANK_BITS) - 1);
+    const int32_t entries = (smem.total >> RANK_BITS) * q_tiles;
+    const int32_t search_step = listed > 1 ? 1 << (31 - __clz(listed - 1)) : 0;
+    const kbmla_ratio waves = kbmla_make_ratio(1, rule.num_clusters);
+    const kbmla_ratio per_tile = kbmla_make_ratio(1, q_tiles);
+    const int32_t rows = kbmla_plan_rows(entries, waves, rule.num_clusters);
+#pragma unroll 1
+    for (int32_t rank = batch; rank < entries; rank += threads) {
+        int32_t at = 0;
+        for (int32_t ahead = search_step; ahead > 0; ahead >>= 1)
+            at += smem.listed[at + ahead].x <= rank ? ahead : 0;
+        const int2 from = smem.listed[at];
+        const int32_t i = rank - from.x, split = kbmla_scale(i, per_tile);
+        work[kbmla_plan_list_index(&rule, rank, rows, waves)] = kbmla_pack_entry(
+            i - split * q_tiles, from.y >> 8, (from.y & 255) + split, num_requests);
     }
 }
 
@@ -299,7 +327,13 @@ extern "C" kbmla_status kbmla_cuda_plan(const kbmla_config *config, const kbmla_
     params.work = args->work;
     params.list_len = sizes->list_len;
     params.tail = sizes->list_len - config->max_requests;
+    params.candidate_bits = 0;
+    while (1 << params.candidate_bits < params.rule.num_candidates)
+        params.candidate_bits++;
+    int32_t threads = args->num_requests > 256 ? 1024 : 512;
     void *arguments[] = {&params};
-    return kbmla_cuda_launch(reinterpret_cast<const void *>(cuda_plan_kernel), 1, THREADS, 0,
-                             device.has_pdl != 0, arguments, stream, err);
+    const void *kernel = params.rule.policy == KBMLA_POLICY_BALANCED
+                             ? reinterpret_cast<const void *>(cuda_plan_kernel<true>)
+                             : reinterpret_cast<const void *>(cuda_plan_kernel<false>);
+    return kbmla_cuda_launch(kernel, 1, threads, 0, device.has_pdl != 0, arguments, stream, err);
 }
