@@ -36,19 +36,21 @@ def cold_keys(p_scale: float, log2_below: int, clusters: int) -> tuple[float, fl
     return out[0, 0, 0, 0].item(), weight / (1 + weight)
 
 
-def gaussian(p_scale: float, length: int, heads: int = 64) -> float:
-    """Relative Frobenius error of unsplit requests of `length` Gaussian tokens."""
+def gaussian(p_scale: float, length: int, heads: int = 64) -> tuple[float, float]:
+    """(relative Frobenius error of out, largest error of lse) of unsplit Gaussian requests."""
     batch = workloads.paged_cache([length] * 3, 64, heads=heads, q=1, seed=length)
     scales = (192**-0.5, 1.0)
     mla = BalancedMla(heads, "cpu", False, p_scale=p_scale, clusters=1)
     mla.require(1, 3)
     mla.plan(1, batch.lengths)
     out = torch.empty(3, 1, heads, 512, dtype=torch.bfloat16)
-    mla.decode(batch.query, batch.cache, batch.block_table, batch.lengths, scales, out)
-    exact, _ = reference.attention(
+    lse = torch.empty(3, 1, heads)
+    mla.decode(batch.query, batch.cache, batch.block_table, batch.lengths, scales, out, lse)
+    exact, exact_lse = reference.attention(
         batch.query, batch.cache, batch.block_table, batch.lengths, scales
     )
-    return float((out.double() - exact).norm() / exact.norm())
+    error = float((out.double() - exact).norm() / exact.norm())
+    return error, float((lse.double() - exact_lse).abs().max())
 
 
 def main() -> None:
@@ -57,10 +59,14 @@ def main() -> None:
     exact = [cold_keys(1.0, below, 1)[1] for below in (11, 9)]
     titles = [f"cold 2^-{below} (is {x:.4f})" for below, x in zip((11, 9), exact, strict=True)]
     print(f"p_scale  {titles[0]:>25}  {titles[1]:>24}  " + "".join(f"{n:>9}" for n in lengths))
+    worst_lse = 0.0
     for p_scale in P_SCALES:
         cold = [cold_keys(p_scale, below, 1)[0] for below in (11, 9)]
-        errors = "".join(f"{gaussian(p_scale, n):9.4f}" for n in lengths)
+        results = [gaussian(p_scale, n) for n in lengths]
+        worst_lse = max(worst_lse, *(lse for _, lse in results))
+        errors = "".join(f"{error:9.4f}" for error, _ in results)
         print(f"{p_scale:7.0f}  {cold[0]:25.4f}  {cold[1]:24.4f}  {errors}", flush=True)
+    print(f"largest error of lse on the Gaussian requests: {worst_lse:.1e}")
 
 
 if __name__ == "__main__":

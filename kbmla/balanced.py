@@ -71,7 +71,7 @@ class BalancedMla:
         p_scale: float = P_SCALE,
         partial_fp16: bool = False,
     ) -> None:
-        self.heads, self.device, self.dcp = heads, as_device(device), bool(dcp)
+        self.heads, self.device, self.dcp = as_int("heads", heads), as_device(device), bool(dcp)
         self._options: dict[str, Any] = {"policy": policy, "clusters": clusters}
         self._numerics: dict[str, Any] = {"p_scale": p_scale, "partial_fp16": partial_fp16}
         self.cores: dict[tuple[int, int], KvBalancedMla] = {}
@@ -93,6 +93,7 @@ class BalancedMla:
         """Prepares steps of up to `requests` requests of `q` tokens: builds or grows a core and its
         buffers, or returns at once when there is one. Not during a graph's capture: RuntimeError.
         """
+        q, requests = as_int("q", q), as_int("requests", requests)
         if requests < 0:
             raise ValueError(f"requests: expected at least 0, got {requests}")
         requests = max(requests, 1)  # an idle rank steps with none

@@ -48,7 +48,7 @@ def as_device(device: torch.device | str) -> torch.device:
     return found
 
 
-def _as_int(name: str, value: object) -> int:
+def as_int(name: str, value: object) -> int:
     try:
         return operator.index(value)  # type: ignore[arg-type]
     except TypeError:
@@ -69,7 +69,7 @@ def supported_device(device: torch.device) -> int:
     number = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if (device.index or 0) >= number:
         raise NotImplementedError(
-            f"device: expected cpu or one of the {number} CUDA devices that torch sees, got {device}"
+            f"device: expected cpu or one of {number} CUDA devices that torch sees, got {device}"
         )
     capability = torch.cuda.get_device_capability(device)
     if capability < _LEAST_CAPABILITY:
@@ -130,20 +130,20 @@ class KvBalancedMla:
             if flag not in (True, False):
                 raise TypeError(f"{name}: expected a bool, got {flag!r}")
         self.device = as_device(device)
-        self.heads, self.q = _as_int("heads", heads), _as_int("q", q)
-        self.max_requests = _as_int("requests", requests)
+        self.heads, self.q = as_int("heads", heads), as_int("q", q)
+        self.max_requests = as_int("requests", requests)
         config = Config(
             num_heads=self.heads,
             q_len=self.q,
             max_requests=self.max_requests,
-            num_clusters=1 if clusters is None else _as_int("clusters", clusters),
-            capacity=_as_int("capacity", capacity),
-            min_split_tokens=_as_int("min_split_tokens", min_split_tokens),
+            num_clusters=1 if clusters is None else as_int("clusters", clusters),
+            capacity=as_int("capacity", capacity),
+            min_split_tokens=as_int("min_split_tokens", min_split_tokens),
             policy=POLICIES.index(policy),
             backend=supported_device(self.device),
             causal=int(causal),
             partial_fp16=int(partial_fp16),
-            reducer_d_tiles=_as_int("reducer_d_tiles", reducer_d_tiles),
+            reducer_d_tiles=as_int("reducer_d_tiles", reducer_d_tiles),
             p_scale=int(p_scale),
         )
         config_sizes(config)

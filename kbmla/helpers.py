@@ -10,6 +10,7 @@ None; a value is refused with ValueError.
 from __future__ import annotations
 
 import ctypes
+import operator
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -173,8 +174,11 @@ for _name, (_restype, _argtypes) in _SIGNATURES.items():
 
 
 def _int32(name: str, value: int, least: int) -> int:
-    """`value` as an int within `least`..2**31-1, or a ValueError that names it."""
-    number = int(value)
+    """`value` as an int within `least`..2**31-1, or an error that names it."""
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name}: expected an integer, got {type(value).__name__}") from None
     if not least <= number <= _INT32_MAX:
         raise ValueError(f"{name}: expected {least}..{_INT32_MAX}, got {number}")
     return number
@@ -269,6 +273,18 @@ class MLAStaticTileSchedulerParams:
         )
 
 
+def split_bounds(tiles: int, count: int, split: int) -> tuple[int, int]:
+    """(first, past the last) KV tile of a split of a request of `tiles` tiles in `count` splits.
+
+    `count` is normalised so that no split is empty; a split past it has no tiles.
+    """
+    found = (ctypes.c_int32 * 3)()
+    lib.kbmla_split_range_of(
+        _int32("tiles", tiles, 0), _int32("count", count, 0), _int32("split", split, 0), found
+    )
+    return found[0], found[1]
+
+
 class _Walk:
     """What both schedulers share: the four verbs in terms of current and advance."""
 
@@ -343,6 +359,8 @@ class MLAStaticTileScheduler(_Walk):
             is_valid,
         )
         self.num_blocks = int(lib.kbmla_static_size(self._walk))
+        if params.is_persistent and self.num_blocks > 0 and self.num_persistent_sm == 0:
+            raise ValueError(f"grid_shape: expected at least one CTA, got {self.grid_shape}")
 
     @property
     def current_work_linear_idx(self) -> int:
@@ -380,6 +398,7 @@ class MLAStaticTileScheduler(_Walk):
 
     def get_current_work(self, *, loc: None = None, ip: None = None) -> WorkTileInfo:
         """The tile the walk stands on."""
+        _only_none(loc=loc, ip=ip)
         tile = _Tile()
         lib.kbmla_static_current(self._walk, tile)
         return _info(tile)
@@ -388,6 +407,7 @@ class MLAStaticTileScheduler(_Walk):
         self, *, advance_count: int = 1, loc: None = None, ip: None = None
     ) -> None:
         """Steps `advance_count` (>= 0) tiles on; ends a walk that is not persistent."""
+        _only_none(loc=loc, ip=ip)
         lib.kbmla_static_advance(self._walk, _int32("advance_count", advance_count, 0))
 
 
@@ -418,6 +438,8 @@ class MLAWorkListTileScheduler(_Walk):
         current_work_linear_idx: int,
         num_ctas: int,
     ) -> None:
+        if not isinstance(work_list, torch.Tensor):
+            raise TypeError(f"work_list: expected a tensor, got {type(work_list).__name__}")
         if work_list.dim() != 1 or work_list.dtype != torch.int32:
             raise ValueError(
                 "work_list: expected a one-dimensional int32 tensor, "
@@ -442,6 +464,7 @@ class MLAWorkListTileScheduler(_Walk):
 
     def get_current_work(self, *, loc: None = None, ip: None = None) -> WorkTileInfo:
         """The tile the walk stands on."""
+        _only_none(loc=loc, ip=ip)
         index = lib.kbmla_work_list_index(self._walk)
         entry = int(self.work_list[index].item()) if index < self._walk.work_len else -1
         tile = _Tile()
@@ -452,4 +475,5 @@ class MLAWorkListTileScheduler(_Walk):
         self, *, advance_count: int = 1, loc: None = None, ip: None = None
     ) -> None:
         """Steps `advance_count` (>= 0) entries of this CTA's cluster on."""
+        _only_none(loc=loc, ip=ip)
         lib.kbmla_work_list_advance(self._walk, _int32("advance_count", advance_count, 0))

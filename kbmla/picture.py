@@ -85,8 +85,8 @@ def _pieces(
 
     def tiles(request: int, split: int) -> int:
         total = -(-max(lengths[request], 0) // TILE_TOKENS)
-        per = -(-total // max(counts[request], 1))
-        return min((split + 1) * per, total) - min(split * per, total)
+        first, last = helpers.split_bounds(total, counts[request], split)
+        return last - first
 
     walks = [helpers.MLAWorkListTileScheduler(params, work, i, clusters) for i in range(clusters)]
     return [

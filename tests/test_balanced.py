@@ -7,8 +7,17 @@ import math
 
 import pytest
 import torch
-from cases import Batch, core_for, decode, make_batch, new_out, valid_entries
-from compare import assert_bitwise, assert_result, assert_same, truth
+from cases import (
+    Batch,
+    auto_plan,
+    core_for,
+    decode,
+    make_batch,
+    new_out,
+    new_workspace,
+    valid_entries,
+)
+from compare import assert_bitwise, assert_result, assert_same, bits, truth
 
 import kbmla
 from kbmla import BalancedMla, core
@@ -354,3 +363,44 @@ def test_growing_keeps_what_a_graph_uses(cuda):
     torch.cuda.synchronize()
     assert_same((out, lse), base)
     del junk
+
+
+@pytest.mark.parametrize("heads", [4, 64])
+def test_fixed_policy_is_batch_invariant(device, heads):
+    """policy="fixed": whatever the neighbours, the size class, and what was prepared before."""
+    long = make_batch([9000], heads, 1, device=device, seed=1)
+    wanted = None
+    for neighbours in (0, 15, 16, 64, 299):
+        m = BalancedMla(heads, device, False, policy="fixed")
+        lengths = torch.cat([long.lengths, torch.full((neighbours,), 64, device=device)]).int()
+        requests = 1 + neighbours
+        m.require(1, requests)
+        m.plan(1, lengths)
+        count = m.plans[m.key(1, requests)][0][0].item()
+        table = torch.zeros(requests, long.block_table.shape[1], dtype=torch.int32, device=device)
+        table[0], table[1:] = long.block_table[0], long.block_table[0, 0]
+        query = long.query.expand(requests, 1, heads, 576)
+        out = torch.empty(requests, 1, heads, 512, dtype=torch.bfloat16, device=device)
+        m.decode(query, long.cache, table, lengths, long.scales, out)
+        got = (count, bits(out[0]))
+        if wanted is not None:
+            assert got[0] == wanted[0]
+            assert torch.equal(got[1], wanted[1])
+        wanted = got
+    assert wanted[0] > 1
+
+
+def test_plans_in_buffers_of_ones_own(device):
+    """A core plans into any buffers; each keeps the step it was planned for."""
+    four, two = (make_batch([700, 64, 1, 300][:n], 16, 1, device=device, seed=n) for n in (4, 2))
+    core = core_for(four)
+    plan_four, plan_two = auto_plan(core, four.lengths), auto_plan(core, two.lengths)
+    workspace = new_workspace(core, device)
+    for batch, plan in ((four, plan_four), (two, plan_two), (four, plan_four)):
+        out, lse = new_out(batch)
+        tensors = (batch.query, batch.cache, batch.block_table, batch.lengths)
+        core.decode(*tensors, *batch.scales, *plan, workspace, lse=lse, out=out)
+        assert_result(out, lse, *truth(batch))
+    tensors = (four.query, four.cache, four.block_table, four.lengths)
+    with pytest.raises(RuntimeError, match="plan of 4 requests"):
+        core.decode(*tensors, *four.scales, *plan_two, workspace, out=new_out(four)[0])

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import FP8, auto_plan, make_batch, make_core, new_out, new_workspace
+from cases import FP8, auto_plan, core_for, make_batch, make_core, new_out, new_workspace
 from compare import assert_result, truth
 
 from kbmla import BalancedMla, core, ops
@@ -404,3 +404,39 @@ def test_requires_grad_is_no_trap(device):
 def test_query_stays_e4m3():
     """The dtype of the tests is the one with NaN at 0x7F and no infinities."""
     assert torch.tensor([0x7F], dtype=torch.uint8).view(FP8).float().isnan().all()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "name"),
+    [
+        ({"heads": "64"}, TypeError, "heads"),
+        ({"heads": 64.5}, TypeError, "heads"),
+        ({"device": "nonsense"}, ValueError, "device"),
+        ({"device": None}, TypeError, "device"),
+        ({"device": "meta"}, NotImplementedError, "device"),
+        ({"device": "cuda:77"}, NotImplementedError, "device"),
+        ({"partial_fp16": "no"}, TypeError, "partial_fp16"),
+        ({"p_scale": "x"}, ValueError, "p_scale"),
+        ({"clusters": 1.5}, TypeError, "clusters"),
+        ({"clusters": 2**40}, ValueError, "clusters"),
+    ],
+)
+def test_constructor_refuses(arguments, error, name):
+    """Every wrong argument of a model object is named, at the latest by require."""
+    given = {"heads": 16, "device": "cpu", "dcp": False, **arguments}
+    with pytest.raises(error, match=name):
+        BalancedMla(**given).require(1, 1)
+
+
+def test_lse_inside_out_is_refused(device):
+    batch = make_batch([200, 64], 16, 1, device=device, seed=8)
+    core = core_for(batch)
+    plan = auto_plan(core, batch.lengths)
+    out, _ = new_out(batch, 7.0)
+    tensors = (batch.query, batch.cache, batch.block_table, batch.lengths)
+    with pytest.raises(ValueError, match="lse: expected memory apart"):
+        core.decode(
+            *tensors, *batch.scales, *plan, new_workspace(core, device), out=out,
+            lse=out.view(torch.float32)[..., 0],
+        )  # fmt: skip
+    assert (out == 7).all()

@@ -377,3 +377,47 @@ def test_logits_of_two_thousand(device, position, count):
     assert (out == 3.0).all()
     # 2048 * log2(e); FP32 keeps steps of 2^-12 there.
     assert (lse.cpu() - 2048 * LOG2E).abs().max() < 1e-3
+
+
+@pytest.mark.parametrize("score", [1e5, 1.3e7])
+def test_a_dominant_key_is_exact_at_huge_scores(device, score):
+    """Raw scores to 1.3e7 at the models' own scale: one key far above all others has P = 1, and its
+    value comes out as it is. Scores scaled before the maximum is taken off would lose per cents."""
+    length, scale = 300, 192**-0.5
+    level = min(448.0, (score / 64) ** 0.5 // 16 * 16)
+    rows = torch.zeros(length, 576)
+    rows[:, :512] = torch.linspace(-2, 2, 512)
+    rows[:, 512:] = -level
+    rows[170, 512:] = level
+    rows[170, :512] = torch.linspace(1, 3, 512)
+    query = torch.zeros(1, 1, 16, 576)
+    query[..., 512:] = level
+    fp8 = torch.float8_e4m3fn
+    batch = make_batch(
+        [length],
+        16,
+        1,
+        device=device,
+        rows=[rows.to(fp8)],
+        query=query.to(fp8),
+        scales=(scale, 1.0),
+    )
+    for count in (1, 3):
+        out, _ = decode(core_for(batch, p_scale=P_SCALE), batch, count)
+        value = batch.rows[0][170, :512].float().bfloat16()
+        assert torch.equal(out[0, 0, 0].cpu(), value)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_largest_softmax_scale(device, count):
+    """The largest scale that is accepted leaves the largest score finite, split or whole; a larger
+    one is refused."""
+    rows = torch.full((400, 576), 448.0).to(torch.float8_e4m3fn)
+    query = torch.full((1, 1, 16, 576), -448.0).to(torch.float8_e4m3fn)
+    batch = make_batch([400], 16, 1, device=device, rows=[rows], query=query, scales=(2.0e30, 1.0))
+    out, lse = decode(core_for(batch), batch, count)
+    assert (out == 448).all()
+    assert torch.isfinite(lse).all()
+    batch.scales = (2.1e30, 1.0)
+    with pytest.raises(ValueError, match="softmax_scale"):
+        decode(core_for(batch), batch, count)

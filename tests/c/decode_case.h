@@ -8,7 +8,7 @@
  * an address sanitizer sees a step outside.
  *
  * Two references, both in double: the exact attention over the dequantised inputs, and a model of
- * the numerics of the specification (tiles, lazy maximum, P rounded to E4M3) under the same plan.
+ * the numerics of the rule in README.md (tiles, lazy maximum, P rounded to E4M3) under the same plan.
  */
 #ifndef KBMLA_TEST_DECODE_CASE_H
 #define KBMLA_TEST_DECODE_CASE_H
@@ -323,7 +323,7 @@ static void reference_exact(const decode_case *c, int batch, int row, row_result
     free(score);
 }
 
-/* The numerics of the specification in double, under the plan of the case. */
+/* The numerics of the rule in README.md in double, under the plan of the case. */
 static void reference_model(const decode_case *c, int batch, int row, row_result *result) {
     int32_t visible = count_visible(c, batch, row);
     int32_t tiles = kbmla_num_tiles(c->lengths[batch]);
