@@ -1,23 +1,26 @@
 /*
  * The balancing rule: one pure integer function of the lengths and the config, written once for
  * host and device. cpu_plan.c drives these functions serially and is the readable statement of the
- * rule; a device planner drives the same functions with a warp per candidate and a thread per
- * request or entry, and gives the same plan bit for bit.
+ * rule; a device planner drives the same functions in parallel and gives the same plan bit for bit.
  *
  * Policy `balanced`:
  *   1. A handful of candidates say how to cut: the piece aimed at, as a multiple of the mean work
  *      per cluster, and how the quotient of a length and that piece is rounded. Candidate 0 cuts
  *      nothing, candidate 1 is sure to fit the list and the workspace.
- *   2. Each candidate is priced without building its list: its entries are counted in classes of
+ *   2. Each candidate is priced without building its list: its splits are counted in classes of
  *      like length, and the placement of step 3 turns these counts into the load of the fullest
  *      cluster. The cheapest wins, the first of equals.
- *   3. Entries are listed longest first, row by row of the wave, every second row backwards so that
- *      a cluster that took a long entry takes a short one next. The last row, which may be
- *      incomplete, runs forwards and so starts where the rows before it left the least.
+ *   3. Entries are listed by class, longest first, row by row of the wave, every second row
+ *      backwards so that a cluster that took a long entry takes a short one next. The last row,
+ *      which may be incomplete, runs forwards and so starts where the rows before it left the
+ *      least.
  *
  * The list gives every cluster floor or ceil of (entries / clusters) entries, and all splits of a
  * request are equally long: what the rule chooses are the counts. Roundings that cut requests of
  * like lengths differently are what fills the gaps of such a grid.
+ *
+ * A plan's time on a device is that of its dependent instructions. Hence quotients by exact floats,
+ * 32 bits throughout, and inverses of all that a config fixes.
  */
 #ifndef KBMLA_PLAN_RULE_H
 #define KBMLA_PLAN_RULE_H
@@ -80,11 +83,11 @@ typedef struct kbmla_plan_rule {
 } kbmla_plan_rule;
 
 /* What a step's lengths give before any candidate is looked at. Lengths are balanced in units of
- * 2^shift tiles. The shift is 0 unless a request has 8 million tokens or all of them 2 billion. */
+ * 2^shift tiles. The shift is 0 unless a request has 4 million tokens or all of them 2 billion. */
 typedef struct kbmla_plan_step {
     int32_t longest; /* tiles of a request */
     int32_t shift;
-    int32_t longest_unit; /* longest >> shift, below 2^16, at least 1 */
+    int32_t longest_unit; /* longest >> shift, below 2^15, at least 1 */
     int32_t work;         /* tiles of all requests * q tiles >> shift, below 2^24 */
     int32_t direct_cost;  /* those of the rule >> shift */
     int32_t partial_cost;
@@ -93,7 +96,7 @@ typedef struct kbmla_plan_step {
 KBMLA_HOST_DEVICE kbmla_plan_step kbmla_plan_measure(const kbmla_plan_rule *rule, int64_t work,
                                                      int32_t longest) {
     kbmla_plan_step step = {longest, 0, 1, 0, 0, 0};
-    while ((work >> step.shift) >= (1 << 24) || (longest >> step.shift) >= (1 << 16))
+    while ((work >> step.shift) >= (1 << 24) || (longest >> step.shift) >= (1 << 15))
         step.shift++;
     step.longest_unit = kbmla_max(longest >> step.shift, 1);
     step.work = (int32_t)(work >> step.shift);
@@ -117,7 +120,7 @@ KBMLA_HOST_DEVICE int32_t kbmla_mul_high(int32_t a, uint32_t b) {
 typedef struct kbmla_ratio {
     int32_t numerator;
     int32_t divisor;
-    float value; /* on a device: numerator / divisor or up to 2^-20.7 of it more, never less */
+    float value; /* on a device: the quotient or up to 2^-21 of it more, never less */
 } kbmla_ratio;
 
 KBMLA_HOST_DEVICE kbmla_ratio kbmla_make_ratio(int32_t numerator, int32_t divisor) {
@@ -132,8 +135,8 @@ KBMLA_HOST_DEVICE kbmla_ratio kbmla_make_ratio(int32_t numerator, int32_t diviso
     return ratio;
 }
 
-/* floor(a * ratio) for a * numerator < 2^20.7, 0 <= a. The error of the ratio is then less than
- * the distance of any quotient, which is a multiple of 1 / divisor, from the next integer. */
+/* floor(a * ratio) for a >= 0, max(a, a * numerator) < 2^21. A quotient is a multiple of 1 /
+ * divisor; the error, less than that, cannot reach the next integer. */
 KBMLA_HOST_DEVICE int32_t kbmla_scale(int32_t a, kbmla_ratio ratio) {
 #ifdef __CUDA_ARCH__
     /* From 2^23 on a float's bits count integers. */
@@ -147,7 +150,7 @@ KBMLA_HOST_DEVICE int32_t kbmla_scale(int32_t a, kbmla_ratio ratio) {
 
 /* The most splits that leave each at least min_tiles tiles. */
 KBMLA_HOST_DEVICE int32_t kbmla_plan_limit(const kbmla_plan_rule *rule, int32_t tiles) {
-    int32_t most = kbmla_mul_high(tiles, rule->min_inverse);
+    int32_t most = kbmla_mul_high(tiles, rule->min_inverse); /* or one less */
     most += tiles - most * rule->min_tiles >= rule->min_tiles;
     return kbmla_max(kbmla_min(most, KBMLA_MAX_SPLITS), 1);
 }
@@ -249,7 +252,6 @@ KBMLA_HOST_DEVICE int32_t kbmla_plan_policy_count(const kbmla_plan_rule *rule,
 
 /* What a pass over the requests sums up for one candidate, of one q tile. */
 typedef struct kbmla_plan_sums {
-    int32_t slots; /* splits of split requests */
     int32_t class_splits[KBMLA_PLAN_PRICE_CLASSES];
     int32_t class_weight[KBMLA_PLAN_PRICE_CLASSES];
 } kbmla_plan_sums;
@@ -301,9 +303,10 @@ KBMLA_HOST_DEVICE int32_t kbmla_plan_average(int32_t weight, int32_t splits) {
  * A request's splits are listed in two groups: all but the last, of equal length, and the last,
  * which may be shorter. Large batches, where few are split, are listed request by request. */
 
-enum { KBMLA_PLAN_PAIRED_REQUESTS = 512 };
+enum { KBMLA_PLAN_PAIRED_REQUESTS = 128 };
 
-/* Group `index` of the step is group index % per_request of a request. */
+/* Groups of a step are numbered through: group index % per_request of request index / per_request.
+ */
 KBMLA_HOST_DEVICE int32_t kbmla_plan_groups_per_request(const kbmla_plan_rule *rule) {
     return rule->num_requests <= KBMLA_PLAN_PAIRED_REQUESTS ? 2 : 1;
 }
@@ -311,7 +314,7 @@ KBMLA_HOST_DEVICE int32_t kbmla_plan_groups_per_request(const kbmla_plan_rule *r
 typedef struct kbmla_plan_group {
     int32_t first_split;
     int32_t num_splits; /* may be 0 */
-    int32_t length;     /* units of each; of the longest */
+    int32_t length;     /* units of each, or of the longest */
 } kbmla_plan_group;
 
 KBMLA_HOST_DEVICE kbmla_plan_group kbmla_plan_group_of(int32_t group, int32_t per_request,
@@ -445,9 +448,7 @@ static inline kbmla_plan_rule kbmla_make_plan_rule(const kbmla_config *config,
     /* The same count for every request must fit the list and the workspace. */
     int32_t most = kbmla_min(1 + sizes->max_extra / all_tiles, sizes->max_partials / all_tiles);
     rule.equal_limit = kbmla_max(1, kbmla_min(most, config->num_clusters / all_tiles));
-    int32_t full_tiles = config->max_requests * q_tiles;
-    most = kbmla_min(1 + sizes->max_extra / full_tiles, sizes->max_partials / full_tiles);
-    rule.fixed_limit = kbmla_max(1, most);
+    rule.fixed_limit = KBMLA_FIXED_SPLITS;
 
     /* A q tile of more than 64 rows is shared by two CTAs. */
     int32_t ctas = sizes->q_tile_rows > 64 ? 2 : 1;

@@ -17,6 +17,7 @@ from .core import (
     P_SCALE,
     KvBalancedMla,
     as_device,
+    as_int,
     supported_device,
     supports,
 )

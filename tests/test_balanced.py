@@ -280,7 +280,7 @@ def test_reducer_d_tiles(device):
 
 
 def test_dcp_step(device):
-    """totals and cp go through the class as the seed passes them."""
+    """totals and cp go through the class as given."""
     whole = [2000, 3, 0]
     rows = [torch.randn(n, 576).to(torch.float8_e4m3fn) for n in whole]
     cp = (2, 1, 16)
@@ -309,7 +309,7 @@ def test_two_models(device):
 
 
 def test_stock_precision_on_request(device):
-    """p_scale = 1 is the stock rule bit for bit: that of a core with the seed's constant."""
+    """p_scale = 1 is the stock rule bit for bit: that of a core with TOKENSPEED_P_SCALE."""
     batch = make_batch([3000, 40], 16, 1, device=device, seed=4)
     m = BalancedMla(16, device, False, p_scale=TOKENSPEED_P_SCALE, clusters=64)
     m.require(1, 2)

@@ -377,7 +377,7 @@ def test_strides_are_honoured(device, heads, q, count, page):
 
 @pytest.mark.parametrize("transposed", [False, True])
 def test_three_dimensional_query(device, transposed):
-    """The core takes query, out and lse with B*q merged, as the seed passes the query; a query that
+    """The core takes query, out and lse with B*q merged, as callers may hold them; a query that
     is a transpose of [heads, B*q, 576] is read by its strides."""
     batch = make_batch([100, 300], 12, 3, device=device, seed=18)
     core = core_for(batch)

@@ -112,7 +112,10 @@ static __device__ __forceinline__ int32_t price_candidate(plan_smem &smem,
     const int32_t splits = smem.class_splits[lane * PITCH + candidate];
     const int32_t weight = smem.class_weight[lane * PITCH + candidate];
     const int32_t average = kbmla_plan_average(weight, splits);
-    const int32_t lighter = __shfl_up_sync(ALL_LANES, average, 1);
+    /* The next shorter class that is not empty: empty ones change nothing. */
+    const uint32_t used = __ballot_sync(ALL_LANES, splits > 0), below = (1u << lane) - 1;
+    const int32_t lighter = __shfl_sync(ALL_LANES, average, 31 - __clz((int)(used & below)));
+    const int32_t fall = splits > 0 ? average - (used & below ? lighter : 0) : 0;
     /* Splits of this class and all longer ones. */
     int32_t ranks = splits;
 #pragma unroll
@@ -126,20 +129,27 @@ static __device__ __forceinline__ int32_t price_candidate(plan_smem &smem,
     totals.weight = lane_sum(weight);
     const kbmla_ratio waves = kbmla_make_ratio(1, clusters);
     const int32_t rows = kbmla_plan_rows(totals.splits * rule.num_q_tiles, waves, clusters);
-    const kbmla_plan_end end = kbmla_plan_end_of(
-        ranks * rule.num_q_tiles, average - (lane > 0 ? lighter : 0), rows, clusters, waves);
-    smem.ends[warp][lane] = make_int2(end.at, end.step);
-    const int32_t first = lane_sum(end.all);
-    int32_t load = first + lane_sum(end.at == 0 ? end.step : 0); /* of column 0 */
+    const kbmla_plan_end end =
+        kbmla_plan_end_of(ranks * rule.num_q_tiles, fall, rows, clusters, waves);
+    /* Ends of the classes that are not empty, then those that add nothing. */
+    const int32_t at = __popc((splits > 0 ? used : ~used) & below);
+    smem.ends[warp][splits > 0 ? at : __popc(used) + at] = make_int2(end.at, end.step);
+    const int32_t everywhere = lane_sum(end.all);
+    const int32_t at_first = lane_sum(end.at == 0 ? end.step : 0);
     __syncwarp();
-    int32_t here = first;
+    int32_t load = everywhere;
+#pragma unroll 1
+    for (int32_t i = 0; i < __popc(used); i += 4) {
+        const int4 *ends = reinterpret_cast<const int4 *>(&smem.ends[warp][i]);
 #pragma unroll
-    for (int i = 0; i < KBMLA_PLAN_PRICE_CLASSES; i += 2) {
-        const int4 two = *reinterpret_cast<const int4 *>(&smem.ends[warp][i]);
-        here += two.x <= end.at ? two.y : 0;
-        here += two.z <= end.at ? two.w : 0;
+        for (int j = 0; j < 2; j++) {
+            const int4 two = ends[j];
+            load += two.x <= end.at ? two.y : 0;
+            load += two.z <= end.at ? two.w : 0;
+        }
     }
-    totals.fullest = kbmla_max(load, __reduce_max_sync(ALL_LANES, end.at < clusters ? here : 0));
+    totals.fullest = kbmla_max(everywhere + at_first,
+                               __reduce_max_sync(ALL_LANES, end.at < clusters ? load : 0));
     __syncwarp();
     return kbmla_plan_price(&rule, &step, totals);
 }
@@ -147,6 +157,18 @@ static __device__ __forceinline__ int32_t price_candidate(plan_smem &smem,
 /* Only where lengths are counted in units of several tiles; out of the way of the rest. */
 static __device__ __noinline__ int32_t normalise_count(int32_t tiles, int32_t count) {
     return kbmla_normalise_count(tiles, count);
+}
+
+/* Adds the binary digits from `begin` to `end` of the numbers of these lanes and of those. */
+template <int begin, int end>
+static __device__ __forceinline__ void add_digits(int32_t number, uint32_t these, uint32_t those,
+                                                  int32_t &sum_these, int32_t &sum_those) {
+#pragma unroll
+    for (int bit = begin; bit < end; bit++) {
+        const uint32_t digit = __ballot_sync(ALL_LANES, number >> bit & 1);
+        sum_these += __popc(digit & these) << bit;
+        sum_those += __popc(digit & those) << bit;
+    }
 }
 
 template <bool is_balanced>
@@ -234,14 +256,11 @@ static __global__ void __launch_bounds__(1024)
         splits_before = __popc(odd_number & same_below);
         slots_before = __popc(odd_number & below) -
                        __popc(__ballot_sync(ALL_LANES, number == 1 && count == 1) & below);
-        if (__any_sync(ALL_LANES, number > 1)) {
-#pragma unroll
-            for (int bit = 1; bit < 9; bit++) {
-                const uint32_t digit = __ballot_sync(ALL_LANES, number >> bit & 1);
-                splits_before += __popc(digit & same_below) << bit;
-                slots_before += __popc(digit & below) << bit;
-            }
-        }
+        const int32_t most_splits = __reduce_max_sync(ALL_LANES, number);
+        if (most_splits > 1)
+            add_digits<1, 3>(number, same_below, below, splits_before, slots_before);
+        if (most_splits > 7)
+            add_digits<3, 9>(number, same_below, below, splits_before, slots_before);
         /* The last of a class knows its sums, the last lane those of the warp. */
         if (number > 0 && same >> lane == 1) {
             const int32_t sums = (groups_before + 1) | (splits_before + number) << RANK_BITS;
@@ -330,7 +349,7 @@ extern "C" kbmla_status kbmla_cuda_plan(const kbmla_config *config, const kbmla_
     params.candidate_bits = 0;
     while (1 << params.candidate_bits < params.rule.num_candidates)
         params.candidate_bits++;
-    int32_t threads = args->num_requests > 256 ? 1024 : 512;
+    int32_t threads = args->num_requests > 512 ? 1024 : 512;
     void *arguments[] = {&params};
     const void *kernel = params.rule.policy == KBMLA_POLICY_BALANCED
                              ? reinterpret_cast<const void *>(cuda_plan_kernel<true>)
