@@ -8,7 +8,8 @@
  * an address sanitizer sees a step outside.
  *
  * Two references, both in double: the exact attention over the dequantised inputs, and a model of
- * the numerics of the rule in README.md (tiles, lazy maximum, P rounded to E4M3) under the same plan.
+ * the numerics of the rule in README.md (tiles, lazy maximum, P rounded to E4M3) under the same
+ * plan.
  */
 #ifndef KBMLA_TEST_DECODE_CASE_H
 #define KBMLA_TEST_DECODE_CASE_H
