@@ -2,11 +2,11 @@
  * Device planner: the rule of plan_rule.h by one block, with plans bit-equal to cpu_plan.c. One
  * kernel per decode step; it reads lengths only and serves every GPU backend.
  *
- *   tiles of every request, their sum and maximum                      thread = request
- *   policy balanced: how each candidate cuts each request, summed up   lane = candidate
- *                    the price of each candidate, the cheapest wins    warp = candidate, lane =
- * class requests ranked by the length of their splits: a counting sort     thread = request the
- * list                                                           thread = rank
+ *   thread = request:    tiles, their sum and maximum
+ *   lane = candidate:    how it cuts each request, summed up (policy balanced only)
+ *   warp = candidate:    its price, lane = class; the cheapest wins
+ *   thread = group:      splits ranked by length, a counting sort
+ *   thread = rank:       the list
  *
  * A plan is a matter of microseconds, in which every dependent instruction and every line of code
  * that is fetched for the first time counts: loops are kept rolled, warps without work skip all but
@@ -45,8 +45,7 @@ struct plan_smem {
     int32_t warp_class[MAX_WARPS][KBMLA_PLAN_CLASSES];
     int32_t block_class[MAX_WARPS / BLOCK][KBMLA_PLAN_CLASSES];
     int2 request[KBMLA_MAX_REQUESTS]; /* tiles, limit of the count */
-    int2 listed[KBMLA_MAX_REQUESTS];  /* groups in the order of the list: first rank, batch << 8 |
-                                         split */
+    int2 listed[KBMLA_MAX_REQUESTS];  /* groups as listed: first rank, batch << 8 | first split */
     int32_t total;                    /* groups | splits << RANK_BITS */
     kbmla_plan_candidate candidates[KBMLA_PLAN_MAX_CANDIDATES];
     uint8_t more[MAX_PAIRS]; /* count - 1 */
