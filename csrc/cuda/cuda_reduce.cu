@@ -15,7 +15,7 @@
 
 #include <cuda_bf16.h>
 
-enum { WARPS = 8, THREADS = 32 * WARPS, BLOCKS_PER_SM = 4 };
+enum { WARPS = 8, THREADS = 32 * WARPS, BLOCKS_PER_SM = 5 };
 
 struct reduce_params {
     kbmla_decode_args args;
@@ -40,15 +40,28 @@ static __device__ __forceinline__ float4 load_partial(const reduce_params &param
     return make_float4(low.x, low.y, high.x, high.y);
 }
 
+/* A split request, as the blocks list them: its first slot, and batch, planned and normalised
+ * counts packed (10, 9 and 9 bits). */
+struct split_request {
+    int32_t base;
+    uint32_t packed;
+};
+
+static __device__ __forceinline__ split_request pack_request(int32_t base, int32_t batch,
+                                                             int32_t planned, int32_t count) {
+    return {base, (uint32_t)batch << 18 | (uint32_t)planned << 9 | (uint32_t)count};
+}
+
 /* BANDS of 512 / BANDS columns; a lane owns 4 columns in each of its VECTORS. */
 template <int BANDS>
-static __global__ void __launch_bounds__(THREADS)
+static __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     cuda_reduce_kernel(const __grid_constant__ reduce_params params) {
     constexpr int WIDTH = KBMLA_HEAD_DIM_V / BANDS, VECTORS = WIDTH / 128;
-    __shared__ int32_t requests[KBMLA_MAX_REQUESTS]; /* split requests, ascending */
+    __shared__ split_request requests[KBMLA_MAX_REQUESTS]; /* ascending */
     __shared__ int32_t warp_total[WARPS];
     __shared__ float weight[KBMLA_MAX_SPLITS];
     __shared__ float warp_stat[WARPS];
+    __shared__ float warp_weight[WARPS];
     __shared__ float4 warp_sum[WARPS][VECTORS][32];
     const kbmla_decode_args &args = params.args;
     const int32_t thread = (int32_t)threadIdx.x, lane = thread & 31, warp = thread >> 5;
@@ -60,14 +73,19 @@ static __global__ void __launch_bounds__(THREADS)
     const int64_t max_tokens = args.max_pages * args.page_size;
     for (int32_t first = 0; first < args.num_requests; first += THREADS) {
         int32_t batch = first + thread;
-        bool is_split = false;
+        split_request request = {-1, 0};
         if (batch < args.num_requests) {
-            int32_t planned = args.counts[batch];
-            if (planned > 1)
-                is_split = kbmla_normalise_count(
-                               kbmla_num_tiles(kbmla_clamp_length(args.lengths[batch], max_tokens)),
-                               planned) > 1;
+            int32_t planned = args.counts[batch], element = args.work[params.tail + batch];
+            int32_t tiles = kbmla_num_tiles(kbmla_clamp_length(args.lengths[batch], max_tokens));
+            /* A foreign plan may hold any count; decode skips those the slots do not hold, too. */
+            int32_t count = kbmla_normalise_count(tiles, planned);
+            if (count > 1 && planned <= KBMLA_MAX_SPLITS)
+                request =
+                    pack_request(kbmla_checked_base(element, planned, params.sizes.num_q_tiles,
+                                                    params.sizes.max_partials),
+                                 batch, planned, count);
         }
+        const bool is_split = request.base >= 0;
         uint32_t ballot = __ballot_sync(0xFFFFFFFFu, is_split);
         if (lane == 0)
             warp_total[warp] = __popc(ballot);
@@ -78,30 +96,26 @@ static __global__ void __launch_bounds__(THREADS)
             num_split += warp_total[w];
         }
         if (is_split)
-            requests[at] = batch;
+            requests[at] = request;
         __syncthreads();
     }
 
     const int32_t rows = params.sizes.rows, rows_per_tile = params.sizes.q_tile_rows;
+    const float *partial_lse = reinterpret_cast<const float *>(
+        static_cast<const uint8_t *>(args.workspace) + params.sizes.partial_lse_offset);
     for (int32_t task = (int32_t)blockIdx.x; task < num_split * rows * BANDS;
          task += (int32_t)gridDim.x) {
         const int32_t band = task % BANDS, row = task / BANDS % rows;
-        const int32_t batch = requests[task / BANDS / rows];
-        const int32_t planned = args.counts[batch];
-        const int32_t base =
-            kbmla_checked_base(args.work[params.tail + batch], planned, params.sizes.num_q_tiles,
-                               params.sizes.max_partials);
-        if (base < 0)
-            continue; /* the same for the whole block */
-        const int32_t count = kbmla_normalise_count(
-            kbmla_num_tiles(kbmla_clamp_length(args.lengths[batch], max_tokens)), planned);
+        const split_request request = requests[task / BANDS / rows];
+        const int32_t batch = (int32_t)(request.packed >> 18);
+        const int32_t planned = (int32_t)(request.packed >> 9 & 511);
+        const int32_t count = (int32_t)(request.packed & 511);
         const int64_t first_row =
-            (int64_t)kbmla_partial_slot(base, row / rows_per_tile, planned, 0) * rows_per_tile +
+            (int64_t)kbmla_partial_slot(request.base, row / rows_per_tile, planned, 0) *
+                rows_per_tile +
             row % rows_per_tile;
-        const float *partial_lse = reinterpret_cast<const float *>(
-            static_cast<const uint8_t *>(args.workspace) + params.sizes.partial_lse_offset);
 
-        /* count <= 256 = THREADS: thread i holds split i. A NaN lse must win the maximum. */
+        /* count <= 256 = THREADS: thread i holds split i. A NaN lse makes the row NaN. */
         float lse =
             thread < count ? partial_lse[first_row + (int64_t)thread * rows_per_tile] : -INFINITY;
         float top = lse;
@@ -118,29 +132,34 @@ static __global__ void __launch_bounds__(THREADS)
             weight[thread] = is_nan ? NAN : exp2f(lse - shift);
         __syncthreads();
 
+        /* Loads of several splits are in flight at once, so none waits for its weight: what a
+         * split of weight 0 left in its slot is loaded and dropped. */
         float4 sum[VECTORS] = {};
+        float warp_total_weight = 0.0f;
+#pragma unroll(8 / VECTORS)
         for (int32_t split = warp; split < count; split += WARPS) {
-            float w = weight[split];
-            if (w == 0.0f)
-                continue;
+            const float w = weight[split];
+            warp_total_weight += w;
 #pragma unroll
             for (int v = 0; v < VECTORS; v++) {
                 float4 x = load_partial(params, first_row + (int64_t)split * rows_per_tile,
                                         band * WIDTH + 128 * v + 4 * lane);
-                sum[v].x = fmaf(w, x.x, sum[v].x);
-                sum[v].y = fmaf(w, x.y, sum[v].y);
-                sum[v].z = fmaf(w, x.z, sum[v].z);
-                sum[v].w = fmaf(w, x.w, sum[v].w);
+                sum[v].x = w == 0.0f ? sum[v].x : fmaf(w, x.x, sum[v].x);
+                sum[v].y = w == 0.0f ? sum[v].y : fmaf(w, x.y, sum[v].y);
+                sum[v].z = w == 0.0f ? sum[v].z : fmaf(w, x.z, sum[v].z);
+                sum[v].w = w == 0.0f ? sum[v].w : fmaf(w, x.w, sum[v].w);
             }
         }
 #pragma unroll
         for (int v = 0; v < VECTORS; v++)
             warp_sum[warp][v][lane] = sum[v];
-        float total = 0.0f;
-        for (int32_t split = 0; split < count; split++)
-            total += weight[split];
+        if (lane == 0)
+            warp_weight[warp] = warp_total_weight;
         __syncthreads();
 
+        float total = 0.0f;
+        for (int w = 0; w < WARPS; w++)
+            total += warp_weight[w];
         const int32_t token = row / params.num_heads, head = row % params.num_heads;
         if (warp < VECTORS) {
             float4 merged = warp_sum[0][warp][lane];
