@@ -18,6 +18,7 @@ from cases import (
     new_workspace,
 )
 from compare import NORM_BOUND, assert_result, assert_same, bits, norm_error, truth
+from kbmla import BalancedMla
 
 pytestmark = pytest.mark.gpu
 
@@ -85,6 +86,54 @@ def test_bands_do_not_change_bits(cuda):
     batch = make_batch([20000, 300], 16, 1, device=cuda, seed=10)
     one, two = (decode(core_for(batch, reducer_d_tiles=n), batch) for n in (1, 2))
     assert_same(one, two)
+
+
+def test_one_graph_for_all_lengths(cuda):
+    """Captured once at length 1, replayed over 200 steps of growing, shrinking, emptied and permuted
+    lengths: each equal to eager, in the same buffers, with nothing allocated."""
+    rng = random.Random(4)
+    batch = make_batch([6000, 3000, 500, 64, 1, 2000], 16, 2, device=cuda, seed=11)
+    most = batch.lengths.tolist()
+    lengths = torch.ones_like(batch.lengths)
+    m, eager = (BalancedMla(16, cuda, False) for _ in range(2))
+    out, lse = new_out(batch)
+
+    def step(mla: BalancedMla, written: tuple[torch.Tensor, torch.Tensor]) -> None:
+        tensors = (batch.query, batch.cache, batch.block_table, lengths, batch.scales)
+        mla.plan(2, lengths)
+        mla.decode(*tensors, *written)
+
+    for mla in (m, eager):
+        mla.require(2, 6)
+        step(mla, (out, lse))
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step(m, (out, lse))
+    wanted = new_out(batch)
+    now = [1] * 6
+    for i in range(200):
+        if i % 4 == 0:
+            now = [min(n + rng.choice([1, 63, 700]), top) for n, top in zip(now, most, strict=True)]
+        elif i % 4 == 1:
+            now = [rng.randint(0, n) for n in now]
+        elif i % 4 == 2:
+            now[rng.randrange(6)] = 0
+        else:
+            now = [rng.randint(1, top) for top in most]
+            order = rng.sample(range(6), 6)
+            batch.block_table.copy_(batch.block_table[order].clone())
+            most = [most[j] for j in order]
+            now = [now[j] for j in order]
+        lengths.copy_(torch.tensor(now, dtype=torch.int32))
+        for tensor in (out, lse, *wanted):
+            tensor.fill_(float("nan"))
+        before = torch.cuda.memory_stats(cuda)["allocation.all.allocated"]
+        graph.replay()
+        step(eager, wanted)
+        after = torch.cuda.memory_stats(cuda)["allocation.all.allocated"]
+        assert after == before, f"step {i} allocated"
+        assert_same((out, lse), wanted, f"step {i}, lengths {now}")
 
 
 # Lets its dependents start at once, then writes late: each kernel that follows must wait itself.

@@ -6,7 +6,7 @@
  * (their counts after normalisation, as decode saw them), then takes (row, band) pairs of these, a
  * grid apart. Within a block warp w sums splits w, w + 8, ... in ascending order and warp 0's
  * threads add the eight sums in order, so a result depends neither on the number of blocks nor on
- * the bands. A split whose lse is -inf is skipped by selection: its partial may be anything.
+ * the bands. The first partials are loaded before the weights are known.
  */
 #include "cuda_launch.h"
 #include "cuda_ptx.cuh"
@@ -15,7 +15,12 @@
 
 #include <cuda_bf16.h>
 
-enum { WARPS = 8, THREADS = 32 * WARPS, BLOCKS_PER_SM = 5 };
+enum { WARPS = 8, THREADS = 32 * WARPS };
+
+/* Two bands are for few rows: fewer blocks, each with more loads in flight. */
+template <int BANDS> struct reduce_shape {
+    enum { BLOCKS_PER_SM = BANDS == 2 ? 2 : 3, BATCH = BANDS == 2 ? 8 : 2 };
+};
 
 struct reduce_params {
     kbmla_decode_args args;
@@ -40,6 +45,23 @@ static __device__ __forceinline__ float4 load_partial(const reduce_params &param
     return make_float4(low.x, low.y, high.x, high.y);
 }
 
+/* The partials of splits first, first + WARPS, ... of a row; those past `count` are left alone. */
+template <int BATCH, int VECTORS>
+static __device__ __forceinline__ void
+load_batch(const reduce_params &params, int64_t first_row, int32_t rows_per_tile, int32_t column,
+           int32_t first, int32_t count, float4 (&x)[BATCH][VECTORS]) {
+#pragma unroll
+    for (int i = 0; i < BATCH; i++) {
+        const int32_t split = first + i * WARPS;
+        if (split < count) {
+#pragma unroll
+            for (int v = 0; v < VECTORS; v++)
+                x[i][v] = load_partial(params, first_row + (int64_t)split * rows_per_tile,
+                                       column + 128 * v);
+        }
+    }
+}
+
 /* A split request, as the blocks list them: its first slot, and batch, planned and normalised
  * counts packed (10, 9 and 9 bits). */
 struct split_request {
@@ -54,9 +76,10 @@ static __device__ __forceinline__ split_request pack_request(int32_t base, int32
 
 /* BANDS of 512 / BANDS columns; a lane owns 4 columns in each of its VECTORS. */
 template <int BANDS>
-static __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
+static __global__ void __launch_bounds__(THREADS, reduce_shape<BANDS>::BLOCKS_PER_SM)
     cuda_reduce_kernel(const __grid_constant__ reduce_params params) {
     constexpr int WIDTH = KBMLA_HEAD_DIM_V / BANDS, VECTORS = WIDTH / 128;
+    constexpr int BATCH = reduce_shape<BANDS>::BATCH;
     __shared__ split_request requests[KBMLA_MAX_REQUESTS]; /* ascending */
     __shared__ int32_t warp_total[WARPS];
     __shared__ float weight[KBMLA_MAX_SPLITS];
@@ -75,15 +98,19 @@ static __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
         int32_t batch = first + thread;
         split_request request = {-1, 0};
         if (batch < args.num_requests) {
+            /* Loaded at once, whether needed or not: one latency instead of two. */
             int32_t planned = args.counts[batch], element = args.work[params.tail + batch];
-            int32_t tiles = kbmla_num_tiles(kbmla_clamp_length(args.lengths[batch], max_tokens));
-            /* A foreign plan may hold any count; decode skips those the slots do not hold, too. */
-            int32_t count = kbmla_normalise_count(tiles, planned);
-            if (count > 1 && planned <= KBMLA_MAX_SPLITS)
-                request =
-                    pack_request(kbmla_checked_base(element, planned, params.sizes.num_q_tiles,
-                                                    params.sizes.max_partials),
-                                 batch, planned, count);
+            int32_t length = args.lengths[batch];
+            /* A foreign plan may hold any count; slots that there are not are skipped. */
+            if (planned > 1 && planned <= KBMLA_MAX_SPLITS) {
+                int32_t tiles = kbmla_num_tiles(kbmla_clamp_length(length, max_tokens));
+                int32_t count = kbmla_normalise_count(tiles, planned);
+                if (count > 1)
+                    request =
+                        pack_request(kbmla_checked_base(element, planned, params.sizes.num_q_tiles,
+                                                        params.sizes.max_partials),
+                                     batch, planned, count);
+            }
         }
         const bool is_split = request.base >= 0;
         uint32_t ballot = __ballot_sync(0xFFFFFFFFu, is_split);
@@ -115,6 +142,10 @@ static __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
                 rows_per_tile +
             row % rows_per_tile;
 
+        const int32_t column = band * WIDTH + 4 * lane;
+        float4 x[BATCH][VECTORS] = {};
+        load_batch<BATCH, VECTORS>(params, first_row, rows_per_tile, column, warp, count, x);
+
         /* count <= 256 = THREADS: thread i holds split i. A NaN lse makes the row NaN. */
         float lse =
             thread < count ? partial_lse[first_row + (int64_t)thread * rows_per_tile] : -INFINITY;
@@ -132,29 +163,31 @@ static __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
             weight[thread] = is_nan ? NAN : exp2f(lse - shift);
         __syncthreads();
 
-        /* Loads of several splits are in flight at once, so none waits for its weight: what a
-         * split of weight 0 left in its slot is loaded and dropped. */
+        /* A split of weight 0 is dropped by selection: its partial may be anything. */
         float4 sum[VECTORS] = {};
-        float warp_total_weight = 0.0f;
-#pragma unroll(8 / VECTORS)
-        for (int32_t split = warp; split < count; split += WARPS) {
-            const float w = weight[split];
-            warp_total_weight += w;
+        float sum_weight = 0.0f;
+        for (int32_t first = warp; first < count; first += BATCH * WARPS) {
 #pragma unroll
-            for (int v = 0; v < VECTORS; v++) {
-                float4 x = load_partial(params, first_row + (int64_t)split * rows_per_tile,
-                                        band * WIDTH + 128 * v + 4 * lane);
-                sum[v].x = w == 0.0f ? sum[v].x : fmaf(w, x.x, sum[v].x);
-                sum[v].y = w == 0.0f ? sum[v].y : fmaf(w, x.y, sum[v].y);
-                sum[v].z = w == 0.0f ? sum[v].z : fmaf(w, x.z, sum[v].z);
-                sum[v].w = w == 0.0f ? sum[v].w : fmaf(w, x.w, sum[v].w);
+            for (int i = 0; i < BATCH; i++) {
+                const int32_t split = first + i * WARPS;
+                const float w = split < count ? weight[split] : 0.0f;
+                sum_weight += w;
+#pragma unroll
+                for (int v = 0; v < VECTORS; v++) {
+                    sum[v].x = w == 0.0f ? sum[v].x : fmaf(w, x[i][v].x, sum[v].x);
+                    sum[v].y = w == 0.0f ? sum[v].y : fmaf(w, x[i][v].y, sum[v].y);
+                    sum[v].z = w == 0.0f ? sum[v].z : fmaf(w, x[i][v].z, sum[v].z);
+                    sum[v].w = w == 0.0f ? sum[v].w : fmaf(w, x[i][v].w, sum[v].w);
+                }
             }
+            load_batch<BATCH, VECTORS>(params, first_row, rows_per_tile, column,
+                                       first + BATCH * WARPS, count, x);
         }
 #pragma unroll
         for (int v = 0; v < VECTORS; v++)
             warp_sum[warp][v][lane] = sum[v];
         if (lane == 0)
-            warp_weight[warp] = warp_total_weight;
+            warp_weight[warp] = sum_weight;
         __syncthreads();
 
         float total = 0.0f;
@@ -175,7 +208,7 @@ static __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
             __nv_bfloat162 high = __floats2bfloat162_rn(merged.z * scale, merged.w * scale);
             __nv_bfloat16 *to = reinterpret_cast<__nv_bfloat16 *>(args.out) +
                                 batch * args.out_batch_stride + token * args.out_token_stride +
-                                head * args.out_head_stride + band * WIDTH + 128 * warp + 4 * lane;
+                                head * args.out_head_stride + column + 128 * warp;
             *reinterpret_cast<uint2 *>(to) = make_uint2(*reinterpret_cast<uint32_t *>(&low),
                                                         *reinterpret_cast<uint32_t *>(&high));
         }
@@ -204,7 +237,8 @@ extern "C" kbmla_status kbmla_cuda_reduce(const kbmla_config *config, const kbml
     /* No wider than the most that can be split has rows, in bands. */
     const int64_t most =
         (int64_t)kbmla_min(sizes->max_extra, args->num_requests) * sizes->rows * bands;
-    const int32_t wave = device.num_sms * BLOCKS_PER_SM;
+    const int32_t wave = device.num_sms * (bands == 2 ? (int32_t)reduce_shape<2>::BLOCKS_PER_SM
+                                                      : (int32_t)reduce_shape<1>::BLOCKS_PER_SM);
     void *arguments[] = {&params};
     return kbmla_cuda_launch(kernel, most < wave ? kbmla_max(1, (int32_t)most) : wave, THREADS, 0,
                              args->pdl != 0 && device.has_pdl, arguments, stream, err);
