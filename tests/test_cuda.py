@@ -18,6 +18,7 @@ from cases import (
     new_workspace,
 )
 from compare import NORM_BOUND, assert_result, assert_same, bits, norm_error, truth
+
 from kbmla import BalancedMla
 
 pytestmark = pytest.mark.gpu
@@ -89,8 +90,8 @@ def test_bands_do_not_change_bits(cuda):
 
 
 def test_one_graph_for_all_lengths(cuda):
-    """Captured once at length 1, replayed over 200 steps of growing, shrinking, emptied and permuted
-    lengths: each equal to eager, in the same buffers, with nothing allocated."""
+    """Captured once at length 1, replayed over 200 steps of growing, shrinking, emptied and
+    permuted lengths: each equal to eager, in the same buffers, with nothing allocated."""
     rng = random.Random(4)
     batch = make_batch([6000, 3000, 500, 64, 1, 2000], 16, 2, device=cuda, seed=11)
     most = batch.lengths.tolist()
