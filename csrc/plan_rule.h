@@ -49,7 +49,7 @@ enum {
 
 /* One way to cut, in one word. The piece aimed at is p = mean work per cluster * piece / 32. */
 typedef struct kbmla_plan_candidate {
-    int32_t piece : 8; /* of p, in 32ths of the mean; not read of candidates 0 and 1 */
+    int32_t piece : 8; /* of p, in 32ths of the mean; not read of candidate 0 */
     int32_t shift : 6; /* eighths of p added to a length before the division by p rounds up; <= 0 */
     int32_t dither : 6; /* eighths of p added, times a fraction in [0, 1) that differs by request */
     int32_t snap : 6;   /* 16ths: where pieces would be shorter than snap/16 * p, aim at p/2 */
@@ -189,9 +189,8 @@ KBMLA_HOST_DEVICE kbmla_plan_cut kbmla_plan_make_cut(const kbmla_plan_rule *rule
     /* In 32ths of a unit; beyond 2^26 p is limited below in any case. */
     int32_t mean = kbmla_min(kbmla_mul_high(step->work << 5, rule->parts_inverse), 1 << 26);
     int32_t piece = (int32_t)(((uint32_t)mean * (uint32_t)way.piece + 1023) >> 10);
-    /* count - 1 < units / piece and count <= 2 * (count - 1): both limits hold. */
-    if (candidate == 1)
-        piece = kbmla_mul_high(step->work, rule->fit_inverse) + 1;
+    if (candidate == 1) /* count - 1 < units / piece */
+        piece = kbmla_max(piece, kbmla_mul_high(step->work, rule->fit_inverse) + 1);
     /* Past the longest request a piece still says which requests a dither cuts. */
     piece = kbmla_min(kbmla_max(piece, rule->min_tiles >> step->shift), 4 * step->longest_unit);
     if (candidate == 0) /* pieces say nothing but the classes, which end at 3/2 of one */
@@ -217,11 +216,16 @@ KBMLA_HOST_DEVICE uint32_t kbmla_plan_fraction(int32_t batch, uint32_t phase) {
 
 /* How a request is cut: all splits but the last are of `per` units. */
 typedef struct kbmla_plan_part {
-    int32_t count;
+    int32_t count; /* splits, the last of which may be empty; prices take it as it is */
     int32_t per;
 } kbmla_plan_part;
 
-/* `limit` is that of the request. The count leaves no split empty. */
+/* Units of a split but the last. */
+KBMLA_HOST_DEVICE int32_t kbmla_plan_per(int32_t units, int32_t count) {
+    return kbmla_scale(units + count - 1, kbmla_make_ratio(1, count));
+}
+
+/* `limit` is that of the request. */
 KBMLA_HOST_DEVICE kbmla_plan_part kbmla_plan_part_of(const kbmla_plan_cut *cut, int32_t batch,
                                                      int32_t units, int32_t limit) {
     kbmla_plan_part part;
@@ -230,10 +234,14 @@ KBMLA_HOST_DEVICE kbmla_plan_part kbmla_plan_part_of(const kbmla_plan_cut *cut, 
     int32_t count = kbmla_scale(units + added, cut->pieces);
     if (16 * units < cut->snap * count && 2 * units > cut->piece)
         count = kbmla_scale(2 * units + cut->piece - 1, cut->pieces);
-    count = kbmla_max(kbmla_min(count, limit), 1);
-    part.per = kbmla_scale(units + count - 1, kbmla_make_ratio(1, count));
-    part.count = kbmla_scale(units + part.per - 1, kbmla_make_ratio(1, part.per));
+    part.count = kbmla_max(kbmla_min(count, limit), 1);
+    part.per = kbmla_plan_per(units, part.count);
     return part;
+}
+
+/* The count that leaves no split empty. It is cut into the same pieces. */
+KBMLA_HOST_DEVICE int32_t kbmla_plan_whole_count(int32_t units, int32_t per) {
+    return kbmla_scale(units + per - 1, kbmla_make_ratio(1, per));
 }
 
 /* Class of a request's splits, 0 the shortest. */
@@ -301,9 +309,10 @@ KBMLA_HOST_DEVICE int32_t kbmla_plan_average(int32_t weight, int32_t splits) {
 
 /* ------------------------------------------------------------------ groups
  * A request's splits are listed in two groups: all but the last, of equal length, and the last,
- * which may be shorter. Large batches, where few are split, are listed request by request. */
+ * which may be shorter. It makes a difference to few requests of many splits: other batches are
+ * listed request by request. */
 
-enum { KBMLA_PLAN_PAIRED_REQUESTS = 128 };
+enum { KBMLA_PLAN_PAIRED_REQUESTS = 16 };
 
 /* Groups of a step are numbered through: group index % per_request of request index / per_request.
  */
@@ -317,9 +326,9 @@ typedef struct kbmla_plan_group {
     int32_t length;     /* units of each, or of the longest */
 } kbmla_plan_group;
 
+/* `per` are the units of a split but the last. */
 KBMLA_HOST_DEVICE kbmla_plan_group kbmla_plan_group_of(int32_t group, int32_t per_request,
-                                                       int32_t units, int32_t count) {
-    int32_t per = kbmla_scale(units + count - 1, kbmla_make_ratio(1, count));
+                                                       int32_t units, int32_t count, int32_t per) {
     kbmla_plan_group result = {0, count + 1 - per_request, per};
     if (group > 0) {
         result.first_split = count - 1;
@@ -393,38 +402,42 @@ static inline int32_t kbmla_plan_tile_ns(int32_t memory_ns, int32_t compute_ns) 
 }
 
 /*
- * Candidates 2 and up, chosen greedily over batches of traces, log-normals, one-long-many-short and
- * equal lengths on the model of benchmarks/simulate_plan.py; the best first, since steps of many
- * requests look at fewer. q tiles of more than 64 rows have half as many clusters and, for want of
- * workspace, about two pieces for each, so that much depends on how well pieces fill a cluster or
- * half of it. Large batches are even by the number of their requests and gain from short pieces.
+ * Candidates 1 and up, chosen greedily over batches of traces, log-normals, one-long-many-short and
+ * equal lengths on the model of benchmarks/simulate_plan.py; the first of a table is sure to fit,
+ * with 0 as short as that allows. q tiles of more than 64 rows have half as many clusters and, for
+ * want of workspace, about two pieces for each, so that much depends on how well pieces fill a
+ * cluster or half of it: the best are first, since larger steps look at fewer. Large batches are
+ * even by the number of their requests and gain from short pieces.
  */
 static const kbmla_plan_candidate kbmla_plan_wide[] = {
-    {31, 0, 4, 0, 6},  {37, 0, 0, 13, 0}, {26, -4, 8, 0, 0}, {17, -4, 0, 0, 0}, {11, 0, 4, 0, 0},
-    {34, 0, 0, 0, 0},  {39, 0, 8, 0, 6},  {35, 0, 0, 0, 0},  {37, 0, 8, 13, 0}, {19, 0, 0, 0, 0},
-    {16, -4, 0, 0, 0}, {37, 0, 0, 0, 0},  {19, 0, 4, 0, 0},  {33, 0, 2, 0, 0},
+    {0, 0, 0, 0, 0},  {31, 0, 4, 0, 6},  {37, 0, 0, 13, 0}, {26, -4, 8, 0, 0}, {17, -4, 0, 0, 0},
+    {11, 0, 4, 0, 0}, {34, 0, 0, 0, 0},  {39, 0, 8, 0, 6},  {35, 0, 0, 0, 0},  {37, 0, 8, 13, 0},
+    {19, 0, 0, 0, 0}, {16, -4, 0, 0, 0}, {37, 0, 0, 0, 0},  {19, 0, 4, 0, 0},  {33, 0, 2, 0, 0},
 };
 static const kbmla_plan_candidate kbmla_plan_narrow[] = {
-    {35, 0, 0, 11, 0}, {18, 0, 4, 0, 0}, {34, 0, 0, 0, 0},  {26, -4, 0, 0, 0}, {33, 0, 0, 11, 0},
-    {18, 0, 2, 0, 0},  {37, 0, 4, 0, 3}, {12, 0, 4, 0, 0},  {12, 0, 2, 0, 0},  {35, 0, 0, 13, 0},
-    {32, 0, 0, 0, 0},  {14, 0, 8, 0, 0}, {18, -4, 4, 0, 0}, {36, 0, 0, 0, 0},
+    {34, 0, 0, 0, 0}, {35, 0, 0, 11, 0}, {18, 0, 2, 0, 0},  {26, -4, 0, 0, 0},
+    {12, 0, 4, 0, 0}, {33, 0, 0, 11, 0}, {17, -4, 0, 0, 0},
 };
 static const kbmla_plan_candidate kbmla_plan_large[] = {
-    {15, 0, 2, 0, 0}, {18, -4, 0, 0, 0}, {21, 0, 0, 0, 0},
-    {11, 0, 0, 0, 0}, {17, 0, 0, 0, 0},  {12, -4, 8, 0, 0},
+    {11, 0, 0, 0, 0},
+    {15, 0, 2, 0, 0},
+    {19, 0, 0, 0, 0},
 };
 
 /* Fills the candidates of a step of `num_requests`. Their number is a power of two and keeps the
- * pairs (candidate, request) of a step to a few thousand: they are most of a device's time. */
+ * pairs (candidate, request) of a step to a thousand or few: they are much of a device's time. */
 static inline void kbmla_plan_set_candidates(kbmla_plan_rule *rule, int32_t q_tile_rows) {
-    int32_t requests = rule->num_requests;
-    const kbmla_plan_candidate *from = requests > 128     ? kbmla_plan_large
-                                       : q_tile_rows > 64 ? kbmla_plan_wide
-                                                          : kbmla_plan_narrow;
-    rule->num_candidates = requests <= 128 ? 16 : requests <= 512 ? 8 : 4;
+    int32_t requests = rule->num_requests, is_wide = q_tile_rows > 64;
+    const kbmla_plan_candidate *from = requests > 128 ? kbmla_plan_large
+                                       : is_wide      ? kbmla_plan_wide
+                                                      : kbmla_plan_narrow;
+    rule->num_candidates = requests > 512              ? 2
+                           : requests > 128            ? 4
+                           : requests > 64 || !is_wide ? 8
+                                                       : 16;
     const kbmla_plan_candidate uncut = {0, 0, 0, 0, 0};
     for (int32_t i = 0; i < KBMLA_PLAN_MAX_CANDIDATES; i++)
-        rule->candidates[i] = i >= 2 && i < rule->num_candidates ? from[i - 2] : uncut;
+        rule->candidates[i] = i >= 1 && i < rule->num_candidates ? from[i - 1] : uncut;
 }
 
 /* 2^32 / x rounded up, or the largest number. */
@@ -474,7 +487,11 @@ static inline kbmla_plan_rule kbmla_make_plan_rule(const kbmla_config *config,
     rule.clusters_inverse = kbmla_plan_inverse(config->num_clusters);
     int32_t parts = kbmla_min(config->num_clusters, kbmla_max(sizes->max_extra, 1));
     rule.parts_inverse = kbmla_plan_inverse(parts);
-    int32_t fit = kbmla_min(sizes->max_extra, sizes->max_partials / 2);
+    /* A request of `count` splits takes count - 1 spare entries of the list, and slots for twice as
+     * many at most, which may be fewer only where the workspace was cut short. */
+    int32_t fit = sizes->max_extra;
+    if (sizes->max_partials < kbmla_min(2 * fit, all_tiles + fit))
+        fit = sizes->max_partials / 2;
     rule.fit_inverse = kbmla_plan_inverse(fit);
 
     kbmla_plan_set_candidates(&rule, sizes->q_tile_rows);

@@ -100,14 +100,16 @@ static void choose_counts(const kbmla_plan_rule *rule, plan_state *state) {
     kbmla_ratio classes = is_balanced ? cut.classes : kbmla_plan_list_classes(rule, &step);
     int32_t per_request = kbmla_plan_groups_per_request(rule);
     for (int32_t b = 0; b < rule->num_requests; b++) {
-        int32_t tiles = state->tiles[b];
-        int32_t count = is_balanced ? part_of(rule, &step, &cut, b, tiles).count
-                                    : kbmla_plan_policy_count(rule, &step, tiles);
-        state->counts[b] = step.shift > 0 ? kbmla_normalise_count(tiles, count) : count;
+        int32_t tiles = state->tiles[b], units = kbmla_plan_units(&step, tiles);
+        int32_t count =
+            is_balanced ? kbmla_plan_whole_count(units, part_of(rule, &step, &cut, b, tiles).per)
+                        : kbmla_plan_policy_count(rule, &step, tiles);
+        count = step.shift > 0 ? kbmla_normalise_count(tiles, count) : count;
+        state->counts[b] = count;
         for (int32_t i = 0; i < per_request; i++) {
             kbmla_plan_group *group = &state->groups[b * per_request + i];
-            *group = kbmla_plan_group_of(i, per_request, kbmla_plan_units(&step, tiles),
-                                         state->counts[b]);
+            *group =
+                kbmla_plan_group_of(i, per_request, units, count, kbmla_plan_per(units, count));
             state->classes[b * per_request + i] = kbmla_plan_class(classes, group->length);
         }
     }

@@ -3,14 +3,16 @@
  * kernel per decode step; it reads lengths only and serves every GPU backend.
  *
  *   thread = request:    tiles, their sum and maximum
- *   lane = candidate:    how it cuts each request, summed up (policy balanced only)
+ *   lane = candidate:    what it cuts by, by one warp (policy balanced only)
+ *   lane = candidate:    how it cuts each request, summed up
  *   warp = candidate:    its price, lane = class; the cheapest wins
  *   thread = group:      splits ranked by length, a counting sort
  *   thread = rank:       the list
  *
  * A plan is a matter of microseconds, in which every dependent instruction and every line of code
  * that is fetched for the first time counts: loops are kept rolled, warps without work skip all but
- * the barriers. All sums are of integers, so their order does not matter to the result.
+ * the barriers, and what all of them need is computed by one. All sums are of integers, so their
+ * order does not matter to the result.
  */
 #include "cuda_launch.h"
 #include "cuda_ptx.cuh"
@@ -19,10 +21,11 @@
 
 enum {
     MAX_WARPS = 32,
-    MAX_PAIRS = 4096, /* of a candidate and a request */
-    PITCH = 17,       /* of the sums of a class: lanes are candidates, then classes */
-    RANK_BITS = 11,   /* of a number of groups, below a number of splits */
-    BLOCK = 4         /* warps whose classes are summed up */
+    MAX_PAIRS = 4096,  /* of a candidate and a request */
+    MAX_LISTED = 2048, /* splits whose order is kept in shared memory */
+    PITCH = 17,        /* of the sums of a class: lanes are candidates, then classes */
+    BLOCK = 4,         /* warps whose classes are summed up */
+    FEW = 4            /* splits that a group's own thread lists */
 };
 static const uint32_t ALL_LANES = 0xFFFFFFFFu;
 
@@ -41,17 +44,20 @@ struct plan_smem {
     int32_t class_splits[KBMLA_PLAN_PRICE_CLASSES * PITCH];
     int32_t class_weight[KBMLA_PLAN_PRICE_CLASSES * PITCH];
     int32_t slots[KBMLA_PLAN_MAX_CANDIDATES];
-    /* Groups | splits << RANK_BITS, of a warp and of BLOCK warps; class 0 the longest. */
+    /* Splits of a class, 0 the longest: of a warp, of BLOCK warps, of all. */
     int32_t warp_class[MAX_WARPS][KBMLA_PLAN_CLASSES];
     int32_t block_class[MAX_WARPS / BLOCK][KBMLA_PLAN_CLASSES];
+    int32_t all_class[KBMLA_PLAN_CLASSES];
     int2 request[KBMLA_MAX_REQUESTS]; /* tiles, limit of the count */
-    int2 listed[KBMLA_MAX_REQUESTS];  /* groups as listed: first rank, batch << 8 | first split */
-    int32_t total;                    /* groups | splits << RANK_BITS */
+    int32_t listed[MAX_LISTED];       /* splits as listed: batch << 8 | split */
+    int2 groups[KBMLA_MAX_REQUESTS];  /* that are not empty, warp by warp: see list_groups */
+    int32_t total;                    /* splits */
+    kbmla_plan_step step;
     kbmla_plan_candidate candidates[KBMLA_PLAN_MAX_CANDIDATES];
+    kbmla_plan_cut cuts[KBMLA_PLAN_MAX_CANDIDATES];
     uint8_t more[MAX_PAIRS]; /* count - 1 */
-    kbmla_ratio classes[KBMLA_PLAN_MAX_CANDIDATES];
     int32_t price[KBMLA_PLAN_MAX_CANDIDATES];
-    __align__(16) int2 ends[MAX_WARPS][KBMLA_PLAN_PRICE_CLASSES];
+    __align__(16) int2 ends[KBMLA_PLAN_MAX_CANDIDATES][KBMLA_PLAN_PRICE_CLASSES];
     int32_t warp_low[MAX_WARPS];
     int32_t warp_high[MAX_WARPS];
     int32_t warp_most[MAX_WARPS];
@@ -76,12 +82,10 @@ static __device__ __forceinline__ kbmla_plan_step measure_step(const plan_smem &
 /* Adds up how the candidate of this lane cuts the requests, and notes it for each. */
 static __device__ __forceinline__ void sum_candidates(plan_smem &smem, const plan_params &params,
                                                       const kbmla_plan_step &step, int32_t lane) {
-    const kbmla_plan_rule &rule = params.rule;
     const int32_t bits = params.candidate_bits;
     const int32_t candidate = lane & ((1 << bits) - 1);
-    const int32_t pairs = rule.num_requests << bits;
-    const kbmla_plan_cut cut =
-        kbmla_plan_make_cut(&rule, &step, candidate, smem.candidates[candidate]);
+    const int32_t pairs = params.rule.num_requests << bits;
+    const kbmla_plan_cut cut = smem.cuts[candidate];
     int32_t slots = 0;
 #pragma unroll 1
     for (int32_t pair = (int32_t)threadIdx.x; pair < pairs; pair += (int32_t)blockDim.x) {
@@ -95,8 +99,6 @@ static __device__ __forceinline__ void sum_candidates(plan_smem &smem, const pla
         slots += part.count > 1 ? part.count : 0;
         smem.more[pair] = (uint8_t)(part.count - 1);
     }
-    if (threadIdx.x == (uint32_t)candidate)
-        smem.classes[candidate] = cut.classes;
     if (slots > 0)
         atomicAdd(&smem.slots[candidate], slots);
 }
@@ -105,8 +107,7 @@ static __device__ __forceinline__ void sum_candidates(plan_smem &smem, const pla
 static __device__ __forceinline__ int32_t price_candidate(plan_smem &smem,
                                                           const kbmla_plan_rule &rule,
                                                           const kbmla_plan_step &step,
-                                                          int32_t candidate, int32_t warp,
-                                                          int32_t lane) {
+                                                          int32_t candidate, int32_t lane) {
     const int32_t clusters = rule.num_clusters;
     const int32_t splits = smem.class_splits[lane * PITCH + candidate];
     const int32_t weight = smem.class_weight[lane * PITCH + candidate];
@@ -132,14 +133,14 @@ static __device__ __forceinline__ int32_t price_candidate(plan_smem &smem,
         kbmla_plan_end_of(ranks * rule.num_q_tiles, fall, rows, clusters, waves);
     /* Ends of the classes that are not empty, then those that add nothing. */
     const int32_t at = __popc((splits > 0 ? used : ~used) & below);
-    smem.ends[warp][splits > 0 ? at : __popc(used) + at] = make_int2(end.at, end.step);
+    smem.ends[candidate][splits > 0 ? at : __popc(used) + at] = make_int2(end.at, end.step);
     const int32_t everywhere = lane_sum(end.all);
     const int32_t at_first = lane_sum(end.at == 0 ? end.step : 0);
     __syncwarp();
     int32_t load = everywhere;
 #pragma unroll 1
     for (int32_t i = 0; i < __popc(used); i += 4) {
-        const int4 *ends = reinterpret_cast<const int4 *>(&smem.ends[warp][i]);
+        const int4 *ends = reinterpret_cast<const int4 *>(&smem.ends[candidate][i]);
 #pragma unroll
         for (int j = 0; j < 2; j++) {
             const int4 two = ends[j];
@@ -149,7 +150,6 @@ static __device__ __forceinline__ int32_t price_candidate(plan_smem &smem,
     }
     totals.fullest = kbmla_max(everywhere + at_first,
                                __reduce_max_sync(ALL_LANES, end.at < clusters ? load : 0));
-    __syncwarp();
     return kbmla_plan_price(&rule, &step, totals);
 }
 
@@ -167,6 +167,43 @@ static __device__ __forceinline__ void add_digits(int32_t number, uint32_t these
         const uint32_t digit = __ballot_sync(ALL_LANES, number >> bit & 1);
         sum_these += __popc(digit & these) << bit;
         sum_those += __popc(digit & those) << bit;
+    }
+}
+
+/* Notes which split is of rank `rank`, if that is one of the MAX_LISTED looked at. */
+static __device__ __forceinline__ void list_split(plan_smem &smem, int32_t rank, int32_t split) {
+    if ((uint32_t)rank < MAX_LISTED)
+        smem.listed[rank] = split;
+}
+
+/* Notes the splits of a warp's groups, of which a lane has `number`, the first of rank `rank` and
+ * batch << 8 | split `first`; lower lanes have `before`. */
+static __device__ __forceinline__ void list_groups(plan_smem &smem, int32_t number, int32_t rank,
+                                                   int32_t first, int32_t before, int32_t most,
+                                                   int32_t lane) {
+    if (most <= FEW) {
+#pragma unroll
+        for (int32_t i = 0; i < FEW; i++)
+            if (i < number)
+                list_split(smem, rank + i, first + i);
+        return;
+    }
+    /* A lane per split of the warp. Its group is the last that starts at or before it. */
+    int2 *groups = &smem.groups[threadIdx.x & ~31u];
+    const uint32_t used = __ballot_sync(ALL_LANES, number > 0);
+    if (number > 0)
+        groups[__popc(used & ((1u << lane) - 1))] = make_int2(rank - before, first - before);
+    __syncwarp();
+    const int32_t all = __shfl_sync(ALL_LANES, before + number, 31);
+#pragma unroll 2
+    for (int32_t begin = 0; begin < all; begin += 32) {
+        const int32_t start = before - begin, at = begin + lane;
+        const bool starts_here = number > 0 && (uint32_t)start < 32;
+        const uint32_t starts = __reduce_or_sync(ALL_LANES, starts_here ? 1u << start : 0);
+        const int32_t earlier = __popc(__ballot_sync(ALL_LANES, number > 0 && start < 0));
+        const int2 from = groups[earlier + __popc(starts & ((2u << lane) - 1)) - 1];
+        if (at < all)
+            list_split(smem, from.x + at, from.y + at);
     }
 }
 
@@ -193,55 +230,70 @@ static __global__ void __launch_bounds__(1024)
     for (int32_t i = batch; i < params.list_len; i += threads)
         work[i] = -1;
     const int32_t tiles = kbmla_max(length, 0) == 0 ? 0 : ((length - 1) >> 7) + 1;
-    if (batch == 0)
-        smem.total = 0;
     smem.request[batch] = make_int2(tiles, kbmla_plan_limit(&rule, tiles));
     const int32_t low = lane_sum(tiles & 0xFFFF), high = lane_sum(tiles >> 16);
-    const int32_t most = __reduce_max_sync(ALL_LANES, tiles);
+    const int32_t longest = __reduce_max_sync(ALL_LANES, tiles);
     if (lane == 0) {
         smem.warp_low[warp] = low;
         smem.warp_high[warp] = high;
-        smem.warp_most[warp] = most;
+        smem.warp_most[warp] = longest;
     }
     __syncthreads();
 
-    const kbmla_plan_step step = measure_step(smem, rule, lane);
+    if (warp == 0) {
+        const kbmla_plan_step step = measure_step(smem, rule, lane);
+        if (lane == 0)
+            smem.step = step;
+        if (is_balanced && lane < KBMLA_PLAN_MAX_CANDIDATES)
+            smem.cuts[lane] = kbmla_plan_make_cut(&rule, &step, lane, smem.candidates[lane]);
+    }
+    __syncthreads();
+
+    const kbmla_plan_step &step = smem.step;
     int32_t best = 0;
     if (is_balanced) {
         if ((warp * 32) >> params.candidate_bits < num_requests)
             sum_candidates(smem, params, step, lane);
         __syncthreads();
-#pragma unroll 1
-        for (int32_t i = warp; i < rule.num_candidates; i += threads / 32)
-            smem.price[i] = price_candidate(smem, rule, step, i, warp, lane);
+        if (warp < rule.num_candidates)
+            smem.price[warp] = price_candidate(smem, rule, step, warp, lane);
         __syncthreads();
         const int32_t price = lane < rule.num_candidates ? smem.price[lane] : INT32_MAX;
         const int32_t least = __reduce_min_sync(ALL_LANES, price);
-        best = least == INT32_MAX ? 0 : __ffs(__ballot_sync(ALL_LANES, price == least)) - 1;
+        best = __ffs(__ballot_sync(ALL_LANES, price == least)) - 1; /* candidate 0 always fits */
     }
 
     /* From here on a thread has a group: one or two per request. */
     const int32_t per_request = kbmla_plan_groups_per_request(&rule);
-    const int32_t owner = batch >> (per_request - 1), num_groups = num_requests * per_request;
-    const bool is_working = warp * 32 < num_groups;
-    int32_t count = 0, class_of = 0, groups_before = 0, splits_before = 0, slots_before = 0;
+    const int32_t owner = batch >> (per_request - 1);
+    const bool is_group = owner < num_requests;
+    const bool is_working = (warp * 32) >> (per_request - 1) < num_requests;
+    int32_t count = 0, class_of = 0, most = 0, before = 0, class_before = 0, uncut_before = 0;
     kbmla_plan_group group = {0, 0, 0};
     if (is_working) {
-        if (owner < num_requests) {
+        if (is_group) {
             const int32_t own_tiles = smem.request[owner].x;
-            count = is_balanced ? smem.more[(owner << params.candidate_bits) + best] + 1
-                                : kbmla_plan_policy_count(&rule, &step, own_tiles);
-            if (step.shift > 0)
+            const int32_t units = kbmla_plan_units(&step, own_tiles);
+            int32_t per;
+            if (is_balanced) {
+                per = kbmla_plan_per(units, smem.more[(owner << params.candidate_bits) + best] + 1);
+                count = kbmla_plan_whole_count(units, per);
+            } else {
+                count = kbmla_plan_policy_count(&rule, &step, own_tiles);
+                per = kbmla_plan_per(units, count);
+            }
+            if (step.shift > 0) {
                 count = normalise_count(own_tiles, count);
-            group = kbmla_plan_group_of(batch & (per_request - 1), per_request,
-                                        kbmla_plan_units(&step, own_tiles), count);
+                per = kbmla_plan_per(units, count);
+            }
+            group = kbmla_plan_group_of(batch & (per_request - 1), per_request, units, count, per);
             const kbmla_ratio classes =
-                is_balanced ? smem.classes[best] : kbmla_plan_list_classes(&rule, &step);
+                is_balanced ? smem.cuts[best].classes : kbmla_plan_list_classes(&rule, &step);
             class_of = KBMLA_PLAN_CLASSES - 1 - kbmla_plan_class(classes, group.length);
         }
-        /* Of the groups before this one in the warp: those of its class, their splits, and the
-         * slots of all. Splits are added by their binary digits. */
         const int32_t number = group.num_splits;
+        /* Of the groups before this one in the warp: the splits of its class and of all. Splits
+         * are added by their binary digits. */
         uint32_t same = __ballot_sync(ALL_LANES, number > 0);
 #pragma unroll
         for (int bit = 0; bit < 6; bit++) {
@@ -250,86 +302,76 @@ static __global__ void __launch_bounds__(1024)
             same &= is_set ? set : ~set;
         }
         const uint32_t below = (1u << lane) - 1, same_below = same & below;
-        groups_before = __popc(same_below);
-        const uint32_t odd_number = __ballot_sync(ALL_LANES, number & 1);
-        splits_before = __popc(odd_number & same_below);
-        slots_before = __popc(odd_number & below) -
-                       __popc(__ballot_sync(ALL_LANES, number == 1 && count == 1) & below);
-        const int32_t most_splits = __reduce_max_sync(ALL_LANES, number);
-        if (most_splits > 1)
-            add_digits<1, 3>(number, same_below, below, splits_before, slots_before);
-        if (most_splits > 7)
-            add_digits<3, 9>(number, same_below, below, splits_before, slots_before);
-        /* The last of a class knows its sums, the last lane those of the warp. */
+        uncut_before = __popc(__ballot_sync(ALL_LANES, number == 1 && count == 1) & below);
+        most = __reduce_max_sync(ALL_LANES, number);
+        add_digits<0, 1>(number, same_below, below, class_before, before);
+        if (most > 1)
+            add_digits<1, 3>(number, same_below, below, class_before, before);
+        if (most > 7)
+            add_digits<3, 9>(number, same_below, below, class_before, before);
+        /* The last of a class knows its sum, the last lane those of the warp. */
         if (number > 0 && same >> lane == 1) {
-            const int32_t sums = (groups_before + 1) | (splits_before + number) << RANK_BITS;
-            smem.warp_class[warp][class_of] = sums;
-            atomicAdd(&smem.block_class[warp / BLOCK][class_of], sums);
+            const int32_t sum = class_before + number;
+            smem.warp_class[warp][class_of] = sum;
+            atomicAdd(&smem.block_class[warp / BLOCK][class_of], sum);
+            atomicAdd(&smem.all_class[class_of], sum);
         }
         if (lane == 31)
-            smem.warp_slots[warp] = slots_before + (count > 1 ? number : 0);
+            smem.warp_slots[warp] = before - uncut_before + (count > 1 ? number : 0);
     }
-    smem.listed[batch].x = INT32_MAX; /* ends the search below */
     __syncthreads();
 
-    /* First ranks of the classes: a lane holds two. */
+    int32_t first = 0;
     if (is_working) {
-        int2 all = make_int2(0, 0), lower = make_int2(0, 0);
-#pragma unroll 1
-        for (int32_t block = 0; block * 32 * BLOCK < num_groups; block++) {
-            const int2 here = reinterpret_cast<const int2 *>(smem.block_class[block])[lane];
-            if (block == warp / BLOCK)
-                lower = all;
-            all.x += here.x;
-            all.y += here.y;
-        }
-#pragma unroll
-        for (int32_t back = 1; back < BLOCK; back++)
-            if (warp % BLOCK >= back) {
-                const int2 here =
-                    reinterpret_cast<const int2 *>(smem.warp_class[warp - back])[lane];
-                lower.x += here.x;
-                lower.y += here.y;
-            }
+        /* First ranks of the classes: a lane holds two. */
+        const int2 all = reinterpret_cast<const int2 *>(smem.all_class)[lane];
         int32_t sum = all.x + all.y;
 #pragma unroll
         for (int distance = 1; distance < 32; distance <<= 1) {
-            int32_t longer = __shfl_up_sync(ALL_LANES, sum, distance);
+            const int32_t longer = __shfl_up_sync(ALL_LANES, sum, distance);
             sum += lane >= distance ? longer : 0;
         }
         if (batch == 31)
             smem.total = sum;
         sum -= all.x + all.y;
-        const int32_t even = __shfl_sync(ALL_LANES, sum + lower.x, class_of >> 1);
-        const int32_t odd = __shfl_sync(ALL_LANES, sum + all.x + lower.y, class_of >> 1);
-        const int32_t base = class_of & 1 ? odd : even;
-        slots_before += lane_sum(lane < warp ? smem.warp_slots[lane] : 0);
-        if (group.num_splits > 0)
-            smem.listed[(base & ((1 << RANK_BITS) - 1)) + groups_before] = make_int2(
-                ((base >> RANK_BITS) + splits_before) * q_tiles, owner << 8 | group.first_split);
-        if (owner < num_requests && (batch & (per_request - 1)) == 0) {
+        const int32_t even = __shfl_sync(ALL_LANES, sum, class_of >> 1);
+        const int32_t odd = __shfl_sync(ALL_LANES, sum + all.x, class_of >> 1);
+        first = (class_of & 1 ? odd : even) + class_before;
+#pragma unroll 1
+        for (int32_t block = 0; block < warp / BLOCK; block++)
+            first += smem.block_class[block][class_of];
+#pragma unroll
+        for (int32_t back = 1; back < BLOCK; back++)
+            first += warp % BLOCK >= back ? smem.warp_class[warp - back][class_of] : 0;
+        const int32_t slots_before = lane_sum(lane < warp ? smem.warp_slots[lane] : 0);
+        if (is_group && (batch & (per_request - 1)) == 0) {
             params.counts[owner] = count;
             if (count > 1)
-                work[params.tail + owner] = ~(slots_before * q_tiles);
+                work[params.tail + owner] = ~((slots_before + before - uncut_before) * q_tiles);
         }
     }
-    __syncthreads();
 
-    const int32_t listed = smem.total & ((1 << RANK_BITS) - 1);
-    const int32_t entries = (smem.total >> RANK_BITS) * q_tiles;
-    const int32_t search_step = listed > 1 ? 1 << (31 - __clz(listed - 1)) : 0;
     const kbmla_ratio waves = kbmla_make_ratio(1, rule.num_clusters);
     const kbmla_ratio per_tile = kbmla_make_ratio(1, q_tiles);
-    const int32_t rows = kbmla_plan_rows(entries, waves, rule.num_clusters);
+    /* Once, but for the capacities of tests. */
 #pragma unroll 1
-    for (int32_t rank = batch; rank < entries; rank += threads) {
-        int32_t at = 0;
-        for (int32_t ahead = search_step; ahead > 0; ahead >>= 1)
-            at += smem.listed[at + ahead].x <= rank ? ahead : 0;
-        const int2 from = smem.listed[at];
-        const int32_t i = rank - from.x, split = kbmla_scale(i, per_tile);
-        work[kbmla_plan_list_index(&rule, rank, rows, waves)] = kbmla_pack_entry(
-            i - split * q_tiles, from.y >> 8, (from.y & 255) + split, num_requests);
+    for (int32_t begin = 0;; begin += MAX_LISTED) {
+        if (is_working)
+            list_groups(smem, group.num_splits, first - begin, owner << 8 | group.first_split,
+                        before, most, lane);
+        __syncthreads();
+        const int32_t splits = num_requests > 0 ? smem.total : 0;
+        const int32_t rows = kbmla_plan_rows(splits * q_tiles, waves, rule.num_clusters);
+        const int32_t entries = kbmla_min(splits - begin, MAX_LISTED) * q_tiles;
+#pragma unroll 1
+        for (int32_t i = batch; i < entries; i += threads) {
+            const int32_t at = kbmla_scale(i, per_tile), split = smem.listed[at];
+            work[kbmla_plan_list_index(&rule, begin * q_tiles + i, rows, waves)] =
+                kbmla_pack_entry(i - at * q_tiles, split >> 8, split & 255, num_requests);
+        }
+        if (begin + MAX_LISTED >= splits)
+            break;
+        __syncthreads();
     }
 }
 
