@@ -1,12 +1,12 @@
 /*
  * Merge of split requests, one kernel for every GPU backend: out = sum of w_i O_i / sum of w_i with
- * w_i = 2^(lse_i - max lse), per row and in bands of the 512 columns.
+ * w_i = 2^(lse_i - max lse), per row and in blocks of the 512 columns.
  *
  * The grid is fixed and knows nothing of the lengths: each block first lists the split requests
- * (their counts after normalisation, as decode saw them), then takes (row, band) pairs of these, a
- * grid apart. Within a block warp w sums splits w, w + 8, ... in ascending order and warp 0's
+ * (their counts after normalisation, as decode saw them), then takes (row, columns) pairs of these,
+ * a grid apart. Within a block warp w sums splits w, w + 8, ... in ascending order and warp 0's
  * threads add the eight sums in order, so a result depends neither on the number of blocks nor on
- * the bands. The first partials are loaded before the weights are known.
+ * the columns of a block. The first partials are loaded before the weights are known.
  */
 #include "cuda_launch.h"
 #include "cuda_ptx.cuh"
@@ -17,9 +17,15 @@
 
 enum { WARPS = 8, THREADS = 32 * WARPS };
 
-/* Two bands are for few rows: fewer blocks, each with more loads in flight. */
-template <int BANDS> struct reduce_shape {
-    enum { BLOCKS_PER_SM = BANDS == 2 ? 2 : 3, BATCH = BANDS == 2 ? 8 : 2 };
+/* One band of 512 columns per row, or, for few rows, two of 256, each shared by two blocks: a block
+ * of a much split row then reads 64 KB, not 262, with all of a warp's loads in flight at once. */
+template <int COLUMN_BLOCKS> struct reduce_shape {
+    enum {
+        BLOCKS_PER_SM = COLUMN_BLOCKS == 1 ? 3 : 2,
+        BATCH = COLUMN_BLOCKS == 1 ? 2 : 16,
+        COLUMNS = KBMLA_HEAD_DIM_V / COLUMN_BLOCKS,
+        VECTORS = COLUMNS / 128 /* of 4 columns, in each lane */
+    };
 };
 
 struct reduce_params {
@@ -74,12 +80,11 @@ static __device__ __forceinline__ split_request pack_request(int32_t base, int32
     return {base, (uint32_t)batch << 18 | (uint32_t)planned << 9 | (uint32_t)count};
 }
 
-/* BANDS of 512 / BANDS columns; a lane owns 4 columns in each of its VECTORS. */
-template <int BANDS>
-static __global__ void __launch_bounds__(THREADS, reduce_shape<BANDS>::BLOCKS_PER_SM)
+template <int COLUMN_BLOCKS>
+static __global__ void __launch_bounds__(THREADS, reduce_shape<COLUMN_BLOCKS>::BLOCKS_PER_SM)
     cuda_reduce_kernel(const __grid_constant__ reduce_params params) {
-    constexpr int WIDTH = KBMLA_HEAD_DIM_V / BANDS, VECTORS = WIDTH / 128;
-    constexpr int BATCH = reduce_shape<BANDS>::BATCH;
+    using shape = reduce_shape<COLUMN_BLOCKS>;
+    constexpr int BATCH = shape::BATCH, VECTORS = shape::VECTORS;
     __shared__ split_request requests[KBMLA_MAX_REQUESTS]; /* ascending */
     __shared__ int32_t warp_total[WARPS];
     __shared__ float weight[KBMLA_MAX_SPLITS];
@@ -130,10 +135,10 @@ static __global__ void __launch_bounds__(THREADS, reduce_shape<BANDS>::BLOCKS_PE
     const int32_t rows = params.sizes.rows, rows_per_tile = params.sizes.q_tile_rows;
     const float *partial_lse = reinterpret_cast<const float *>(
         static_cast<const uint8_t *>(args.workspace) + params.sizes.partial_lse_offset);
-    for (int32_t task = (int32_t)blockIdx.x; task < num_split * rows * BANDS;
+    for (int32_t task = (int32_t)blockIdx.x; task < num_split * rows * COLUMN_BLOCKS;
          task += (int32_t)gridDim.x) {
-        const int32_t band = task % BANDS, row = task / BANDS % rows;
-        const split_request request = requests[task / BANDS / rows];
+        const int32_t block = task % COLUMN_BLOCKS, row = task / COLUMN_BLOCKS % rows;
+        const split_request request = requests[task / COLUMN_BLOCKS / rows];
         const int32_t batch = (int32_t)(request.packed >> 18);
         const int32_t planned = (int32_t)(request.packed >> 9 & 511);
         const int32_t count = (int32_t)(request.packed & 511);
@@ -142,7 +147,7 @@ static __global__ void __launch_bounds__(THREADS, reduce_shape<BANDS>::BLOCKS_PE
                 rows_per_tile +
             row % rows_per_tile;
 
-        const int32_t column = band * WIDTH + 4 * lane;
+        const int32_t column = block * shape::COLUMNS + 4 * lane;
         float4 x[BATCH][VECTORS] = {};
         load_batch<BATCH, VECTORS>(params, first_row, rows_per_tile, column, warp, count, x);
 
@@ -212,7 +217,7 @@ static __global__ void __launch_bounds__(THREADS, reduce_shape<BANDS>::BLOCKS_PE
             *reinterpret_cast<uint2 *>(to) = make_uint2(*reinterpret_cast<uint32_t *>(&low),
                                                         *reinterpret_cast<uint32_t *>(&high));
         }
-        if (args.lse != NULL && band == 0 && thread == 0)
+        if (args.lse != NULL && block == 0 && thread == 0)
             args.lse[batch * args.lse_batch_stride + token * args.lse_token_stride +
                      head * args.lse_head_stride] = total == 0.0f ? -INFINITY : top + log2f(total);
         __syncthreads(); /* weight and warp_sum are the next task's */
@@ -231,14 +236,14 @@ extern "C" kbmla_status kbmla_cuda_reduce(const kbmla_config *config, const kbml
     params.tail = sizes->list_len - config->max_requests;
     params.partial_fp16 = config->partial_fp16;
     params.output_scale = (float)args->output_scale;
-    const int32_t bands = config->reducer_d_tiles;
-    const void *kernel = bands == 2 ? reinterpret_cast<const void *>(cuda_reduce_kernel<2>)
-                                    : reinterpret_cast<const void *>(cuda_reduce_kernel<1>);
-    /* No wider than the most that can be split has rows, in bands. */
+    const bool is_wide = config->reducer_d_tiles == 2;
+    const void *kernel = is_wide ? reinterpret_cast<const void *>(cuda_reduce_kernel<4>)
+                                 : reinterpret_cast<const void *>(cuda_reduce_kernel<1>);
+    const int32_t wave = device.num_sms * (is_wide ? (int32_t)reduce_shape<4>::BLOCKS_PER_SM
+                                                   : (int32_t)reduce_shape<1>::BLOCKS_PER_SM);
+    /* No wider than what can be split has rows. */
     const int64_t most =
-        (int64_t)kbmla_min(sizes->max_extra, args->num_requests) * sizes->rows * bands;
-    const int32_t wave = device.num_sms * (bands == 2 ? (int32_t)reduce_shape<2>::BLOCKS_PER_SM
-                                                      : (int32_t)reduce_shape<1>::BLOCKS_PER_SM);
+        (int64_t)kbmla_min(sizes->max_extra, args->num_requests) * sizes->rows * (is_wide ? 4 : 1);
     void *arguments[] = {&params};
     return kbmla_cuda_launch(kernel, most < wave ? kbmla_max(1, (int32_t)most) : wave, THREADS, 0,
                              args->pdl != 0 && device.has_pdl, arguments, stream, err);
