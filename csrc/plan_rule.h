@@ -415,26 +415,23 @@ static const kbmla_plan_candidate kbmla_plan_wide[] = {
     {19, 0, 0, 0, 0}, {16, -4, 0, 0, 0}, {37, 0, 0, 0, 0},  {19, 0, 4, 0, 0},  {33, 0, 2, 0, 0},
 };
 static const kbmla_plan_candidate kbmla_plan_narrow[] = {
-    {34, 0, 0, 0, 0}, {35, 0, 0, 11, 0}, {18, 0, 2, 0, 0},  {26, -4, 0, 0, 0},
-    {12, 0, 4, 0, 0}, {33, 0, 0, 11, 0}, {17, -4, 0, 0, 0},
+    {0, 0, 0, 0, 0},   {35, 0, 0, 11, 0}, {18, 0, 4, 0, 0}, {34, 0, 0, 0, 0},  {26, -4, 0, 0, 0},
+    {33, 0, 0, 11, 0}, {18, 0, 2, 0, 0},  {37, 0, 4, 0, 3}, {12, 0, 4, 0, 0},  {12, 0, 2, 0, 0},
+    {35, 0, 0, 13, 0}, {32, 0, 0, 0, 0},  {14, 0, 8, 0, 0}, {18, -4, 4, 0, 0}, {36, 0, 0, 0, 0},
 };
 static const kbmla_plan_candidate kbmla_plan_large[] = {
-    {11, 0, 0, 0, 0},
-    {15, 0, 2, 0, 0},
-    {19, 0, 0, 0, 0},
+    {0, 0, 0, 0, 0},  {15, 0, 2, 0, 0}, {18, -4, 0, 0, 0}, {21, 0, 0, 0, 0},
+    {11, 0, 0, 0, 0}, {17, 0, 0, 0, 0}, {12, -4, 8, 0, 0},
 };
 
 /* Fills the candidates of a step of `num_requests`. Their number is a power of two and keeps the
- * pairs (candidate, request) of a step to a thousand or few: they are much of a device's time. */
+ * pairs (candidate, request) of a step to a few thousand: they are much of a device's time. */
 static inline void kbmla_plan_set_candidates(kbmla_plan_rule *rule, int32_t q_tile_rows) {
-    int32_t requests = rule->num_requests, is_wide = q_tile_rows > 64;
-    const kbmla_plan_candidate *from = requests > 128 ? kbmla_plan_large
-                                       : is_wide      ? kbmla_plan_wide
-                                                      : kbmla_plan_narrow;
-    rule->num_candidates = requests > 512              ? 2
-                           : requests > 128            ? 4
-                           : requests > 64 || !is_wide ? 8
-                                                       : 16;
+    int32_t requests = rule->num_requests;
+    const kbmla_plan_candidate *from = requests > 128     ? kbmla_plan_large
+                                       : q_tile_rows > 64 ? kbmla_plan_wide
+                                                          : kbmla_plan_narrow;
+    rule->num_candidates = requests <= 128 ? 16 : requests <= 512 ? 8 : 4;
     const kbmla_plan_candidate uncut = {0, 0, 0, 0, 0};
     for (int32_t i = 0; i < KBMLA_PLAN_MAX_CANDIDATES; i++)
         rule->candidates[i] = i >= 1 && i < rule->num_candidates ? from[i - 1] : uncut;
