@@ -164,6 +164,7 @@ class KvBalancedMla:
         One kernel on the current stream; reads only `lengths`, rewrites the whole list.
         """
         ops.plan(lengths, counts, work, self.config)
+        # With the list, since the packing of its entries depends on it.
         work._kbmla_requests = lengths.numel()  # type: ignore[attr-defined]
 
     def decode(
