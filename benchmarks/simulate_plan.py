@@ -35,6 +35,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
+import bench_shapes
 import torch
 
 from kbmla import workloads
@@ -382,18 +383,7 @@ def synthetic_scenarios() -> list[Scenario]:
 
 def measured_scenarios() -> list[Scenario]:
     """The batches on which other kernels were measured, at every row count."""
-    batches = {
-        "u1x8K": workloads.uniform(1, 8192),
-        "u1x128K": workloads.uniform(1, 131072),
-        "u16x8K": workloads.uniform(16, 8192),
-        "u64x4K": workloads.uniform(64, 4096),
-        "u128x8K": workloads.uniform(128, 8192),
-        "m1x32K+7x1K": workloads.mixed((1, 32768), (7, 1024)),
-        "m1x128K+31x2K": workloads.mixed((1, 131072), (31, 2048)),
-        "m4x64K+60x1K": workloads.mixed((4, 65536), (60, 1024)),
-        "logn64": workloads.lognormal(64, 8.0),
-        "logn256": workloads.lognormal(256, 7.5),
-    }
+    batches = bench_shapes.grid_batches()
     return [Scenario(name, rows, lengths) for name, lengths in batches.items() for rows in HEADS]
 
 
