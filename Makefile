@@ -29,8 +29,8 @@ NVCC_FLAGS = -std=c++17 -O3 -lineinfo -Xcompiler -fPIC,-Wall -Icsrc
 
 CORE_C   = $(wildcard csrc/*.c) $(wildcard csrc/cpu/*.c)
 HEADERS  = $(wildcard csrc/*.h) $(wildcard csrc/cpu/*.h)
-CUDA_SRC = $(if $(HAS_CUDA),$(wildcard csrc/cuda/*.cu))
-CUDA_HEADERS = $(wildcard csrc/cuda/*.h csrc/cuda/*.cuh)
+CUDA_SRC = $(if $(HAS_CUDA),$(wildcard csrc/cuda/*.cu csrc/sm90/*.cu))
+CUDA_HEADERS = $(wildcard csrc/cuda/*.h csrc/cuda/*.cuh csrc/sm90/*.h csrc/sm90/*.cuh)
 LIB      = $(BUILD)/libkbmla.a
 OBJECTS  = $(CORE_C:csrc/%.c=$(BUILD)/obj/%.o) $(CUDA_SRC:csrc/%.cu=$(BUILD)/obj/%.o)
 ASAN_OBJECTS = $(CORE_C:csrc/%.c=$(BUILD)/asan/%.o)
@@ -75,10 +75,15 @@ $(BUILD)/obj/%.o: csrc/%.c $(HEADERS) Makefile
 	@mkdir -p $(@D)
 	$(CC) $(CFLAGS_COMMON) $(CFLAGS) $(call isa_flags,$*) -c $< -o $@
 
-# One folder, one set of images: csrc/cuda is portable. tools/nvcc.py fails on spills and warnings.
+# One folder, one set of images: csrc/cuda is portable, csrc/sm90 sm_90a alone. tools/nvcc.py fails on
+# spills and warnings.
 $(BUILD)/obj/cuda/%.o: csrc/cuda/%.cu $(HEADERS) $(CUDA_HEADERS) tools/nvcc.py Makefile
 	@mkdir -p $(@D)
 	python3 tools/nvcc.py "$(NVCC)" cuda $< $@ $(NVCC_FLAGS)
+
+$(BUILD)/obj/sm90/%.o: csrc/sm90/%.cu $(HEADERS) $(CUDA_HEADERS) tools/nvcc.py Makefile
+	@mkdir -p $(@D)
+	python3 tools/nvcc.py "$(NVCC)" sm90 $< $@ $(NVCC_FLAGS)
 
 # Rebuilt when CUDA is switched on or off: kbmla.c names the backends.
 CUDA_STAMP = $(BUILD)/obj/cuda-$(or $(HAS_CUDA),0).stamp
@@ -150,7 +155,7 @@ test-c: $(BUILD)/test_core $(BUILD)/test_core_asan ## the torch-free C tests, pl
 # ---- the rest -----------------------------------------------------------------------------------
 
 PY_SOURCES = kbmla tests benchmarks tools setup.py
-C_SOURCES  = $(CORE_C) $(HEADERS) $(wildcard csrc/torch/*.cpp) $(wildcard csrc/cuda/*) $(wildcard tests/c/*.[ch])
+C_SOURCES  = $(CORE_C) $(HEADERS) $(wildcard csrc/torch/*.cpp) $(wildcard csrc/cuda/*) $(wildcard csrc/sm90/*) $(wildcard tests/c/*.[ch])
 
 lint: venv ## clang-format, ruff, mypy
 	$(PYTHON) -m ruff check $(PY_SOURCES)

@@ -42,7 +42,7 @@ kbmla_status kbmla_config_check(const kbmla_config *config, kbmla_error *err) {
     FORWARD_IF_ERROR(check_range(err, "capacity", config->capacity, 0, MAX_CAPACITY));
     FORWARD_IF_ERROR(check_range(err, "min_split_tokens", config->min_split_tokens, 1, INT32_MAX));
     FORWARD_IF_ERROR(check_range(err, "policy", config->policy, 0, KBMLA_POLICY_FIXED));
-    FORWARD_IF_ERROR(check_range(err, "backend", config->backend, 0, KBMLA_BACKEND_CUDA));
+    FORWARD_IF_ERROR(check_range(err, "backend", config->backend, 0, KBMLA_BACKEND_SM90));
     FORWARD_IF_ERROR(check_range(err, "causal", config->causal, 0, 1));
     FORWARD_IF_ERROR(check_range(err, "partial_fp16", config->partial_fp16, 0, 1));
     FORWARD_IF_ERROR(check_range(err, "reducer_d_tiles", config->reducer_d_tiles, 1, 2));

@@ -62,6 +62,7 @@ typedef struct kbmla_cuda_device {
     int32_t smem_per_block; /* bytes, with the opt-in */
     int32_t smem_per_sm;
     int32_t has_pdl; /* programmatic dependent launch: SM90 and later */
+    int32_t is_sm90; /* compute capability 9.0, which alone runs sm_90a kernels */
 } kbmla_cuda_device;
 
 /* Facts of the current device; queried once per device, then cached. */
@@ -81,6 +82,16 @@ kbmla_status kbmla_cuda_decode(const kbmla_config *config, const kbmla_sizes *si
                                const kbmla_decode_args *args, struct CUstream_st *stream,
                                kbmla_error *err);
 kbmla_status kbmla_cuda_reduce(const kbmla_config *config, const kbmla_sizes *sizes,
+                               const kbmla_decode_args *args, struct CUstream_st *stream,
+                               kbmla_error *err);
+
+/* ------------------------------------------------------------------ SM90 backend, csrc/sm90/
+ * Planner and reduce are those of csrc/cuda/. */
+
+int32_t kbmla_sm90_decode_clusters(const kbmla_sizes *sizes, const kbmla_cuda_device *device);
+kbmla_status kbmla_sm90_decode_prepare(const kbmla_sizes *sizes, const kbmla_cuda_device *device,
+                                       kbmla_error *err);
+kbmla_status kbmla_sm90_decode(const kbmla_config *config, const kbmla_sizes *sizes,
                                const kbmla_decode_args *args, struct CUstream_st *stream,
                                kbmla_error *err);
 

@@ -63,6 +63,8 @@ static const struct kbmla_backend_table cpu_backend = {kbmla_cpu_plan, kbmla_cpu
 #if defined(KBMLA_HAS_CUDA)
 static const struct kbmla_backend_table cuda_backend = {kbmla_cuda_plan, kbmla_cuda_decode,
                                                         kbmla_cuda_reduce};
+static const struct kbmla_backend_table sm90_backend = {kbmla_cuda_plan, kbmla_sm90_decode,
+                                                        kbmla_cuda_reduce};
 #endif
 
 static const struct kbmla_backend_table *backend_of(const kbmla_config *config) {
@@ -72,6 +74,8 @@ static const struct kbmla_backend_table *backend_of(const kbmla_config *config) 
 #if defined(KBMLA_HAS_CUDA)
     case KBMLA_BACKEND_CUDA:
         return &cuda_backend;
+    case KBMLA_BACKEND_SM90:
+        return &sm90_backend;
 #endif
     default:
         return NULL;
@@ -259,11 +263,16 @@ kbmla_status kbmla_prepare(const kbmla_config *config, int32_t *num_clusters, kb
               config->backend);
     int32_t width = 1;
 #if defined(KBMLA_HAS_CUDA)
-    if (config->backend == KBMLA_BACKEND_CUDA) {
+    if (config->backend != KBMLA_BACKEND_CPU) {
         kbmla_cuda_device device;
         FORWARD_IF_ERROR(kbmla_cuda_current_device(&device, err));
-        FORWARD_IF_ERROR(kbmla_cuda_decode_prepare(&sizes, &device, err));
-        width = kbmla_cuda_decode_clusters(&sizes, &device);
+        if (config->backend == KBMLA_BACKEND_SM90) {
+            FORWARD_IF_ERROR(kbmla_sm90_decode_prepare(&sizes, &device, err));
+            width = kbmla_sm90_decode_clusters(&sizes, &device);
+        } else {
+            FORWARD_IF_ERROR(kbmla_cuda_decode_prepare(&sizes, &device, err));
+            width = kbmla_cuda_decode_clusters(&sizes, &device);
+        }
     }
 #endif
     if (num_clusters != NULL)

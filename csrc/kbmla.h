@@ -65,7 +65,8 @@ typedef enum kbmla_policy {
 
 typedef enum kbmla_backend {
     KBMLA_BACKEND_CPU = 0,
-    KBMLA_BACKEND_CUDA = 1 /* portable, SM80 and later */
+    KBMLA_BACKEND_CUDA = 1, /* portable, SM80 and later */
+    KBMLA_BACKEND_SM90 = 2  /* H100 and H200: FP8 tensor cores */
 } kbmla_backend;
 
 /* What one core runs. Fill with KBMLA_CONFIG_INIT, then set the first four fields. */

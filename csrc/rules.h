@@ -149,10 +149,12 @@ typedef struct kbmla_context_parallel {
  * ((c / I) * W + R) * I + c % I. */
 KBMLA_HOST_DEVICE int32_t kbmla_local_length(int32_t global, kbmla_context_parallel cp) {
     int64_t period = (int64_t)cp.interleave * cp.world;
-    int64_t full = global / period;
-    int64_t rest = global - full * period - (int64_t)cp.rank * cp.interleave;
-    rest = rest < 0 ? 0 : rest > cp.interleave ? cp.interleave : rest;
-    return (int32_t)(full * cp.interleave + rest);
+    /* A 32-bit division, where there is one to do at all. */
+    int32_t full = period > global ? 0 : global / (int32_t)period;
+    int32_t left = period > global ? global : global - full * (int32_t)period;
+    int64_t rest = (int64_t)left - (int64_t)cp.rank * cp.interleave;
+    int32_t own = rest < 0 ? 0 : rest > cp.interleave ? cp.interleave : (int32_t)rest;
+    return full * cp.interleave + own;
 }
 
 /* Number of leading local keys that query token `token` of `q_len` sees. `length` is the local

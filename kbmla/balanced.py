@@ -18,7 +18,7 @@ from .core import (
     KvBalancedMla,
     as_device,
     as_int,
-    supported_device,
+    backend_of,
     supports,
 )
 
@@ -54,7 +54,8 @@ class BalancedMla:
     """The balanced decode of `heads` heads (under DCP: those of every rank) on `device`.
 
     One per model. `dcp`: whether lengths are a shard's; it picks the table of size classes.
-    policy, clusters, p_scale and partial_fp16 are those of `KvBalancedMla`; p_scale=1.0 is stock.
+    policy, clusters, p_scale, partial_fp16 and backend are those of `KvBalancedMla`; p_scale=1.0 is
+    stock.
 
     Attributes: `cores` and `plans` (counts, work) by `key`, `workspace` (int8), shared by all cores
     and used in stream order: steps of one BalancedMla belong on one stream, and on a CPU in one
@@ -71,13 +72,17 @@ class BalancedMla:
         clusters: int | None = None,
         p_scale: float = P_SCALE,
         partial_fp16: bool = False,
+        backend: str | None = None,
     ) -> None:
         self.heads, self.device, self.dcp = as_int("heads", heads), as_device(device), bool(dcp)
-        self._options: dict[str, Any] = {"policy": policy, "clusters": clusters}
         self._numerics: dict[str, Any] = {"p_scale": p_scale, "partial_fp16": partial_fp16}
         self.cores: dict[tuple[int, int], KvBalancedMla] = {}
         self.plans: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
-        supported_device(self.device)
+        self._options: dict[str, Any] = {
+            "policy": policy,
+            "clusters": clusters,
+            "backend": backend_of(self.device, backend),
+        }
         self.workspace = torch.empty(0, dtype=torch.int8, device=self.device)
         # Buffers that grew are kept: a captured graph may still hold their addresses.
         self._outgrown: list[Tensor] = []

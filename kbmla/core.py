@@ -29,8 +29,10 @@ TOKENSPEED_P_SCALE = 1.0
 P_SCALE = 256.0
 
 POLICIES = ("balanced", "equal", "fixed")
-_BACKEND_CPU, _BACKEND_CUDA = 0, 1
+# In the order of C's kbmla_backend: any CPU, any card from SM80 on, H100 and H200.
+BACKENDS = ("cpu", "cuda", "sm90")
 _LEAST_CAPABILITY = (8, 0)
+_SM90_CAPABILITY = (9, 0)
 _MAX_CPU_CLUSTERS = 4096
 _P_SCALES = tuple(2**i for i in range(9))
 
@@ -56,10 +58,24 @@ def as_int(name: str, value: object) -> int:
         raise TypeError(f"{name}: expected an integer, got {value!r} ({got})") from None
 
 
-def supported_device(device: torch.device) -> int:
-    """Number of the backend that runs on `device`; NotImplementedError if there is none."""
+def backend_of(device: torch.device, backend: str | None = None) -> str:
+    """The fastest backend on `device`, or `backend` if that runs there; NotImplementedError if not."""
+    if backend not in (None, *BACKENDS):
+        raise ValueError(f"backend: expected None or one of {BACKENDS}, got {backend!r}")
+    found = _backends_of(device)
+    if backend is None:
+        return found[0]
+    if backend not in found:
+        raise NotImplementedError(
+            f"backend: expected one of {found} on {device}, got {backend!r}"
+        )
+    return backend
+
+
+def _backends_of(device: torch.device) -> tuple[str, ...]:
+    """Backends that run on `device`, fastest first; NotImplementedError if there is none."""
     if device.type == "cpu":
-        return _BACKEND_CPU
+        return ("cpu",)
     if device.type != "cuda":
         raise NotImplementedError(f"device: expected cpu or cuda, got {device}")
     if not has_cuda_kernels():
@@ -76,15 +92,14 @@ def supported_device(device: torch.device) -> int:
         raise NotImplementedError(
             f"device: expected compute capability 8.0 or later, got {capability} of {device}"
         )
-    return _BACKEND_CUDA
+    return ("sm90", "cuda") if capability == _SM90_CAPABILITY else ("cuda",)
 
 
 def supports(heads: int, q: int, device: torch.device | str) -> bool:
     """Whether a core of `heads` x `q` query rows per request runs on `device`. Never raises."""
     try:
-        config_sizes(
-            Config(heads, q, 1, 1, 0, 1, 0, supported_device(as_device(device)), 1, 0, 1, 1)
-        )
+        backend = BACKENDS.index(backend_of(as_device(device)))
+        config_sizes(Config(heads, q, 1, 1, 0, 1, 0, backend, 1, 0, 1, 1))
     except Exception:
         return False
     return True
@@ -99,7 +114,7 @@ class KvBalancedMla:
     split is worth; partial_fp16: unmerged results as FP16; p_scale: power of two in 1..256, factor
     of P before its E4M3 rounding; reducer_d_tiles: 1 or 2 bands of the 512 output columns.
     clusters: width of the wave, an input of the plan (None: this device's); policy: "balanced",
-    "equal" or "fixed".
+    "equal" or "fixed"; backend: "cpu", "cuda" (portable) or "sm90" (None: the device's fastest).
 
     ValueError or NotImplementedError names what does not fit. Allocates nothing on the device.
     Attributes: `max_requests`; `list_len`, int32 elements of a work list; `workspace_bytes`;
@@ -121,6 +136,7 @@ class KvBalancedMla:
         *,
         clusters: int | None = None,
         policy: str = "balanced",
+        backend: str | None = None,
     ) -> None:
         if policy not in POLICIES:
             raise ValueError(f"policy: expected one of {POLICIES}, got {policy!r}")
@@ -140,7 +156,7 @@ class KvBalancedMla:
             capacity=as_int("capacity", capacity),
             min_split_tokens=as_int("min_split_tokens", min_split_tokens),
             policy=POLICIES.index(policy),
-            backend=supported_device(self.device),
+            backend=BACKENDS.index(backend_of(self.device, backend)),
             causal=int(causal),
             partial_fp16=int(partial_fp16),
             reducer_d_tiles=as_int("reducer_d_tiles", reducer_d_tiles),

@@ -1,9 +1,8 @@
 /*
  * Portable decode, sm_80 and later: one source, FP16 tensor cores, any page size and stride.
  *
- * A cluster of the plan is a group of neighbouring blocks that share a q tile: each takes up to
- * MAX_BLOCK_ROWS of its rows over the same KV range. A block walks the work list with producer
- * warps, which copy KV tiles of 64 tokens into a ring of shared memory, and eight consumer warps:
+ * A block takes up to MAX_BLOCK_ROWS rows of a q tile. It walks the work list with producer warps,
+ * which copy KV tiles of 64 tokens into a ring of shared memory, and eight consumer warps:
  *
  *   producers -full_bar--> QK: warp w takes tokens 8w..8w+7 of the tile, all rows
  *       ^                  row maxima through shared memory        (barrier)
@@ -18,68 +17,8 @@
  * length are never loaded: their slots are zero-filled, and their scores masked by selection.
  */
 #include "cuda_decode_tile.cuh"
+#include "cuda_item.cuh"
 #include "cuda_launch.h"
-
-#include "../internal.h"
-#include "../scheduler.h"
-
-#include <cuda_bf16.h>
-
-struct decode_params {
-    kbmla_decode_args args;
-    kbmla_sizes sizes;
-    int32_t num_heads;
-    int32_t q_len;
-    int32_t num_clusters;
-    int32_t blocks_per_cluster;
-    int32_t tail; /* index of the first partial base in the work list */
-    int32_t causal;
-    int32_t partial_fp16;
-    float softmax_scale_log2;
-    float output_scale;
-    float p_scale;
-    float growth; /* the row maximum is kept while it grows by at most this, log2 */
-    int32_t num_stages;
-};
-
-/* What an entry of the list comes to for one block. */
-struct work_item {
-    int32_t batch;
-    int32_t q_tile;
-    uint32_t begin; /* first KV token; unsigned, as a tile may reach past 2^31 */
-    uint32_t end;   /* past the last */
-    int32_t count;  /* splits that are not empty */
-    int32_t slot;   /* partial slot, -1 when the output is direct */
-    int32_t length; /* readable tokens */
-};
-
-/* False for an entry that a stale or foreign plan made and that has nothing to do here. */
-static __device__ __forceinline__ bool load_item(const decode_params &params,
-                                                 const kbmla_tile &tile, work_item &item) {
-    if (tile.q_tile >= params.sizes.num_q_tiles)
-        return false;
-    int32_t length = kbmla_clamp_length(params.args.lengths[tile.batch],
-                                        params.args.max_pages * params.args.page_size);
-    int32_t planned = params.args.counts[tile.batch];
-    kbmla_split_range range = kbmla_split_bounds(kbmla_num_tiles(length), planned, tile.split);
-    if (tile.split >= range.count)
-        return false;
-    item.batch = tile.batch;
-    item.q_tile = tile.q_tile;
-    item.begin = (uint32_t)range.begin_tile * KBMLA_TILE_TOKENS;
-    item.end = min((uint32_t)range.end_tile * KBMLA_TILE_TOKENS, (uint32_t)length);
-    item.count = range.count;
-    item.length = length;
-    item.slot = -1;
-    if (range.count > 1) {
-        int32_t base = kbmla_checked_base(params.args.work[params.tail + tile.batch], planned,
-                                          params.sizes.num_q_tiles, params.sizes.max_partials);
-        if (base < 0)
-            return false;
-        item.slot = kbmla_partial_slot(base, tile.q_tile, planned, tile.split);
-    }
-    return true;
-}
 
 /* ------------------------------------------------------------------ producers */
 
@@ -129,7 +68,6 @@ static __device__ void produce(const decode_params &params, uint32_t ring, uint3
     constexpr uint32_t ROWS = TILE / decode_smem<M_TILES>::PRODUCER_WARPS;
     const kbmla_decode_args &args = params.args;
     const uint32_t lane = threadIdx.x & 31, first = (threadIdx.x - CONSUMERS) / 32 * ROWS;
-    const int32_t page_shift = 31 - __clz((int32_t)args.page_size);
     const uint32_t page_mask = (uint32_t)args.page_size - 1;
     uint32_t stage = 0, phase = 0;
     for (kbmla_tile tile = kbmla_work_walk_current(&walk); tile.is_valid;
@@ -142,7 +80,7 @@ static __device__ void produce(const decode_params &params, uint32_t ring, uint3
             uint32_t at = token + first + lane % ROWS;
             uint64_t row = 0;
             if (at < item.end) {
-                int32_t page = table[at >> page_shift];
+                int32_t page = table[at >> params.page_shift];
                 row = (uint32_t)page < (uint64_t)args.num_pages
                           ? (uint64_t)(args.cache + page * args.cache_page_stride +
                                        (at & page_mask) * args.cache_row_stride)
@@ -167,18 +105,14 @@ static __device__ void produce(const decode_params &params, uint32_t ring, uint3
  * assigned to k so that a lane's four k of step s are bytes 16c + 4s .. + 3 of a 64-byte panel. */
 template <int M_TILES>
 static __device__ void load_query(const decode_params &params, const work_item &item,
-                                  int32_t first_row, int32_t rows, uint32_t q_smem) {
-    const kbmla_decode_args &args = params.args;
+                                  uint32_t q_smem) {
     for (int32_t i = threadIdx.x; i < M_TILES * PANELS * 4 * 32; i += CONSUMERS) {
         int32_t lane = i & 31, part = i >> 5 & 3, panel = (i >> 7) % PANELS, m = (i >> 7) / PANELS;
         int32_t local = 16 * m + (lane >> 2) + 8 * (part >> 1);
         uint32_t halves[4] = {0, 0, 0, 0};
-        if (local < rows) {
-            int32_t row = first_row + local;
-            const uint8_t *from = args.query + item.batch * args.query_batch_stride +
-                                  row / params.num_heads * args.query_token_stride +
-                                  row % params.num_heads * args.query_head_stride + 64 * panel +
-                                  16 * (lane & 3) + 8 * (part & 1);
+        if (local < item.rows) {
+            const uint8_t *from = query_row(params, item.batch, item.first_row + local) +
+                                  64 * panel + 16 * (lane & 3) + 8 * (part & 1);
             uint2 bytes = *reinterpret_cast<const uint2 *>(from);
             halves[0] = e4m3x2_to_half2(bytes.x);
             halves[1] = e4m3x2_to_half2(bytes.x >> 16);
@@ -192,18 +126,17 @@ static __device__ void load_query(const decode_params &params, const work_item &
 }
 
 template <int M_TILES>
-static __device__ void
-store_rows(const decode_params &params, const work_item &item, int32_t sub_row, int32_t first_row,
-           int32_t rows, const float (&o)[M_TILES][8][4], const float (&l)[M_TILES][2],
-           const float (&row_max)[M_TILES][2], uint32_t warp, uint32_t lane) {
-    const kbmla_decode_args &args = params.args;
+static __device__ void store_rows(const decode_params &params, const work_item &item,
+                                  const float (&o)[M_TILES][8][4], const float (&l)[M_TILES][2],
+                                  const float (&row_max)[M_TILES][2], uint32_t warp,
+                                  uint32_t lane) {
     const int32_t column = 64 * warp + 4 * (lane & 3);
 #pragma unroll
     for (int m = 0; m < M_TILES; m++) {
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             int32_t local = 16 * m + 8 * half + (int32_t)(lane >> 2);
-            if (local >= rows)
+            if (local >= item.rows)
                 continue;
             float sum = l[m][half];
             bool is_empty = sum == 0.0f;
@@ -217,13 +150,10 @@ store_rows(const decode_params &params, const work_item &item, int32_t sub_row, 
                 for (int i = 0; i < 4; i++)
                     value[c][i] =
                         is_empty ? 0.0f : o[m][2 * c + (i & 1)][2 * half + (i >> 1)] * scale;
-            int32_t row = first_row + local, token = row / params.num_heads,
-                    head = row % params.num_heads;
+            int32_t row = item.first_row + local;
             if (item.slot < 0) {
-                __nv_bfloat16 *to = reinterpret_cast<__nv_bfloat16 *>(args.out) +
-                                    item.batch * args.out_batch_stride +
-                                    token * args.out_token_stride + head * args.out_head_stride +
-                                    column;
+                __nv_bfloat16 *to = reinterpret_cast<__nv_bfloat16 *>(params.args.out) +
+                                    out_row(params, item.batch, row) + column;
 #pragma unroll
                 for (int c = 0; c < 4; c++) {
                     __nv_bfloat162 low = __floats2bfloat162_rn(value[c][0] * params.output_scale,
@@ -233,15 +163,14 @@ store_rows(const decode_params &params, const work_item &item, int32_t sub_row, 
                     *reinterpret_cast<uint2 *>(to + 16 * c) = make_uint2(
                         *reinterpret_cast<uint32_t *>(&low), *reinterpret_cast<uint32_t *>(&high));
                 }
-                if (args.lse != NULL && warp == 0 && (lane & 3) == 0)
-                    args.lse[item.batch * args.lse_batch_stride + token * args.lse_token_stride +
-                             head * args.lse_head_stride] = lse;
+                if (params.args.lse != NULL && warp == 0 && (lane & 3) == 0)
+                    *lse_row(params, item.batch, row) = lse;
                 continue;
             }
-            int64_t slot_row = (int64_t)item.slot * params.sizes.q_tile_rows + sub_row + local;
+            int64_t slot_row = partial_row(params, item.slot, item.tile_row, local);
             if (params.partial_fp16) {
                 __half *to =
-                    static_cast<__half *>(args.workspace) + slot_row * KBMLA_HEAD_DIM_V + column;
+                    static_cast<__half *>(params.args.workspace) + slot_row * KBMLA_HEAD_DIM_V + column;
 #pragma unroll
                 for (int c = 0; c < 4; c++) {
                     __half2 low = __floats2half2_rn(value[c][0], value[c][1]);
@@ -251,29 +180,25 @@ store_rows(const decode_params &params, const work_item &item, int32_t sub_row, 
                 }
             } else {
                 float *to =
-                    static_cast<float *>(args.workspace) + slot_row * KBMLA_HEAD_DIM_V + column;
+                    static_cast<float *>(params.args.workspace) + slot_row * KBMLA_HEAD_DIM_V + column;
 #pragma unroll
                 for (int c = 0; c < 4; c++)
                     *reinterpret_cast<float4 *>(to + 16 * c) =
                         make_float4(value[c][0], value[c][1], value[c][2], value[c][3]);
             }
             if (warp == 0 && (lane & 3) == 0)
-                reinterpret_cast<float *>(static_cast<uint8_t *>(args.workspace) +
-                                          params.sizes.partial_lse_offset)[slot_row] = lse;
+                *partial_lse(params, slot_row) = lse;
         }
     }
 }
 
 template <int M_TILES>
 static __device__ void consume(const decode_params &params, uint8_t *smem, uint32_t ring,
-                               uint32_t full_bar, uint32_t empty_bar, int32_t sub,
-                               kbmla_work_walk walk) {
+                               uint32_t full_bar, uint32_t empty_bar, kbmla_work_walk walk) {
     using layout = decode_smem<M_TILES>;
-    const kbmla_decode_args &args = params.args;
     const uint32_t warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
     const uint32_t q_smem = smem_address(smem + layout::Q), p_smem = smem_address(smem + layout::P);
     float *row_stat = reinterpret_cast<float *>(smem + layout::ROW_STAT);
-    const kbmla_context_parallel cp = {args.cp_world, args.cp_rank, args.cp_interleave};
     const float scale = params.softmax_scale_log2;
     uint32_t stage = 0, phase = 0;
 
@@ -282,15 +207,9 @@ static __device__ void consume(const decode_params &params, uint8_t *smem, uint3
         work_item item;
         if (!load_item(params, tile, item))
             continue;
-        const int32_t sub_row = 16 * M_TILES * sub;
-        const int32_t first_row = item.q_tile * params.sizes.q_tile_rows + sub_row;
-        const int32_t rows =
-            kbmla_min(kbmla_min(params.sizes.q_tile_rows - sub_row, params.sizes.rows - first_row),
-                      16 * M_TILES);
-
         /* Every warp has left the previous item's last PV, but may still read Q and row_stat. */
         named_barrier_sync(CONSUMER_BARRIER, CONSUMERS);
-        load_query<M_TILES>(params, item, first_row, rows, q_smem);
+        load_query<M_TILES>(params, item, q_smem);
         named_barrier_sync(CONSUMER_BARRIER, CONSUMERS);
 
         uint32_t visible[M_TILES][2];
@@ -299,13 +218,10 @@ static __device__ void consume(const decode_params &params, uint8_t *smem, uint3
 #pragma unroll
             for (int half = 0; half < 2; half++) {
                 int32_t local = 16 * m + 8 * half + (int32_t)(lane >> 2);
-                int32_t total =
-                    args.causal_lens != NULL ? args.causal_lens[item.batch] : item.length;
-                visible[m][half] = local < rows
-                                       ? kbmla_visible_keys(item.length, total, params.q_len,
-                                                            (first_row + local) / params.num_heads,
-                                                            params.causal, cp)
-                                       : 0;
+                visible[m][half] =
+                    local < item.rows
+                        ? visible_keys(params, item.batch, item.length, item.first_row + local)
+                        : 0;
             }
 
         float o[M_TILES][8][4] = {};
@@ -381,7 +297,7 @@ static __device__ void consume(const decode_params &params, uint8_t *smem, uint3
         /* row_stat may still be read by a warp that is late in the last tile's maxima. */
         named_barrier_sync(CONSUMER_BARRIER, CONSUMERS);
         across_warps<M_TILES>(l, row_stat, warp, lane, take_sum());
-        store_rows<M_TILES>(params, item, sub_row, first_row, rows, o, l, row_max, warp, lane);
+        store_rows<M_TILES>(params, item, o, l, row_max, warp, lane);
     }
 }
 
@@ -404,18 +320,11 @@ static __global__ void __launch_bounds__(decode_smem<M_TILES>::THREADS,
     grid_dependency_launch();
     grid_dependency_wait();
 
-    kbmla_work_walk walk;
-    walk.work = params.args.work;
-    walk.work_len = params.tail;
-    walk.num_requests = params.args.num_requests;
-    walk.cluster_size = params.blocks_per_cluster;
-    walk.num_ctas = params.num_clusters * params.blocks_per_cluster;
-    walk.linear_idx = (int32_t)blockIdx.x;
+    const kbmla_work_walk walk = start_walk(params);
     if (threadIdx.x >= CONSUMERS)
         produce<M_TILES>(params, ring, full_bar, empty_bar, walk);
     else
-        consume<M_TILES>(params, smem, ring, full_bar, empty_bar,
-                         (int32_t)blockIdx.x % params.blocks_per_cluster, walk);
+        consume<M_TILES>(params, smem, ring, full_bar, empty_bar, walk);
 }
 
 /* ------------------------------------------------------------------ launch */
@@ -484,20 +393,9 @@ extern "C" kbmla_status kbmla_cuda_decode(const kbmla_config *config, const kbml
     kbmla_cuda_device device;
     FORWARD_IF_ERROR(kbmla_cuda_current_device(&device, err));
     decode_shape shape = choose_shape(sizes->q_tile_rows, device);
-    decode_params params;
-    params.args = *args;
-    params.sizes = *sizes;
-    params.num_heads = config->num_heads;
-    params.q_len = config->q_len;
-    params.num_clusters = config->num_clusters;
+    decode_params params = make_decode_params(config, sizes, args);
     params.blocks_per_cluster = shape.blocks_per_cluster;
-    params.tail = sizes->list_len - config->max_requests;
-    params.causal = config->causal;
-    params.partial_fp16 = config->partial_fp16;
-    params.softmax_scale_log2 = (float)(args->softmax_scale * 1.4426950408889634);
-    params.output_scale = (float)args->output_scale;
-    params.p_scale = config->p_scale;
-    params.growth = 8.0f - log2f(config->p_scale);
+    params.block_rows = 16 * shape.m_tiles;
     params.num_stages = shape.num_stages;
     void *arguments[] = {&params};
     return kbmla_cuda_launch(shape.kernel, config->num_clusters * shape.blocks_per_cluster,

@@ -17,7 +17,7 @@ std::atomic<bool> is_known[MAX_DEVICES];
 std::mutex fill_lock;
 
 kbmla_status query(int index, kbmla_cuda_device *device, kbmla_error *err) {
-    int major = 0;
+    int major = 0, minor = 0;
     CUDA_CHECK(cudaDeviceGetAttribute(&device->num_sms, cudaDevAttrMultiProcessorCount, index),
                err);
     CUDA_CHECK(cudaDeviceGetAttribute(&device->smem_per_block,
@@ -27,7 +27,9 @@ kbmla_status query(int index, kbmla_cuda_device *device, kbmla_error *err) {
                                       cudaDevAttrMaxSharedMemoryPerMultiprocessor, index),
                err);
     CUDA_CHECK(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, index), err);
+    CUDA_CHECK(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, index), err);
     device->has_pdl = major >= 9;
+    device->is_sm90 = major == 9 && minor == 0;
     return KBMLA_OK;
 }
 

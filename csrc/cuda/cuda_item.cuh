@@ -1,0 +1,163 @@
+/*
+ * What the decode kernels share around their main loops: their parameters, the walk of a block along
+ * the work list, what an entry of it comes to, and where results go.
+ *
+ * A cluster of the plan is a group of `blocks_per_cluster` neighbouring blocks that share a q tile:
+ * each takes `block_rows` of its rows over the same KV range.
+ */
+#ifndef KBMLA_CUDA_ITEM_CUH
+#define KBMLA_CUDA_ITEM_CUH
+
+#include "../internal.h"
+#include "../scheduler.h"
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <math.h>
+
+struct decode_params {
+    kbmla_decode_args args;
+    kbmla_sizes sizes;
+    int32_t num_heads;
+    int32_t q_len;
+    int32_t num_clusters;
+    int32_t blocks_per_cluster;
+    int32_t block_rows;
+    int32_t tail;       /* index of the first partial base in the work list */
+    int32_t max_tokens; /* that a row of the block table holds */
+    int32_t page_shift; /* log2 of the page size */
+    int32_t causal;
+    int32_t partial_fp16;
+    float softmax_scale_log2;
+    float output_scale;
+    float p_scale;
+    float log2_p_scale;
+    float growth; /* the row maximum is kept while it grows by at most this, log2 */
+    int32_t num_stages;
+};
+
+static inline decode_params make_decode_params(const kbmla_config *config, const kbmla_sizes *sizes,
+                                               const kbmla_decode_args *args) {
+    decode_params params = {};
+    params.args = *args;
+    params.sizes = *sizes;
+    params.num_heads = config->num_heads;
+    params.q_len = config->q_len;
+    params.num_clusters = config->num_clusters;
+    params.tail = sizes->list_len - config->max_requests;
+    params.max_tokens = kbmla_clamp_length(INT32_MAX, args->max_pages * args->page_size);
+    while ((int64_t)1 << params.page_shift < args->page_size)
+        params.page_shift++;
+    params.causal = config->causal;
+    params.partial_fp16 = config->partial_fp16;
+    params.softmax_scale_log2 = (float)(args->softmax_scale * 1.4426950408889634);
+    params.output_scale = (float)args->output_scale;
+    params.p_scale = config->p_scale;
+    params.log2_p_scale = log2f(config->p_scale);
+    params.growth = 8.0f - params.log2_p_scale;
+    return params;
+}
+
+static __device__ __forceinline__ kbmla_work_walk start_walk(const decode_params &params) {
+    kbmla_work_walk walk;
+    walk.work = params.args.work;
+    walk.work_len = params.tail;
+    walk.num_requests = params.args.num_requests;
+    walk.cluster_size = 1;
+    walk.num_ctas = params.num_clusters;
+    walk.linear_idx = (int32_t)blockIdx.x / params.blocks_per_cluster;
+    return walk;
+}
+
+/* What an entry of the list comes to for one block. */
+struct work_item {
+    int32_t batch;
+    uint32_t begin;    /* first KV token; unsigned, as a tile may reach past 2^31 */
+    uint32_t end;      /* past the last */
+    int32_t count;     /* splits that are not empty */
+    int32_t slot;      /* partial slot, -1 when the output is direct */
+    int32_t length;    /* readable tokens */
+    int32_t tile_row;  /* this block's first row within the q tile */
+    int32_t first_row; /* and within the request */
+    int32_t rows;      /* rows of this block that exist; may be <= 0 */
+};
+
+/* False for an entry that a stale or foreign plan made and that has nothing to do here. */
+static __device__ __forceinline__ bool load_item(const decode_params &params,
+                                                 const kbmla_tile &tile, work_item &item) {
+    if (tile.q_tile >= params.sizes.num_q_tiles)
+        return false;
+    int32_t length = kbmla_clamp_length(params.args.lengths[tile.batch], params.max_tokens);
+    int32_t planned = params.args.counts[tile.batch];
+    int32_t tail = params.args.work[params.tail + tile.batch];
+    kbmla_split_range range = kbmla_split_bounds(kbmla_num_tiles(length), planned, tile.split);
+    if (tile.split >= range.count)
+        return false;
+    item.batch = tile.batch;
+    item.begin = (uint32_t)range.begin_tile * KBMLA_TILE_TOKENS;
+    item.end = min((uint32_t)range.end_tile * KBMLA_TILE_TOKENS, (uint32_t)length);
+    item.count = range.count;
+    item.length = length;
+    item.tile_row = params.block_rows * ((int32_t)blockIdx.x % params.blocks_per_cluster);
+    item.first_row = tile.q_tile * params.sizes.q_tile_rows + item.tile_row;
+    item.rows = kbmla_min(kbmla_min(params.sizes.q_tile_rows - item.tile_row,
+                                    params.sizes.rows - item.first_row),
+                          params.block_rows);
+    item.slot = -1;
+    if (range.count > 1) {
+        int32_t base = kbmla_checked_base(tail, planned, params.sizes.num_q_tiles,
+                                          params.sizes.max_partials);
+        if (base < 0)
+            return false;
+        item.slot = kbmla_partial_slot(base, tile.q_tile, planned, tile.split);
+    }
+    return true;
+}
+
+/* Leading keys that row `row` of a request sees. */
+static __device__ __forceinline__ int32_t visible_keys(const decode_params &params, int32_t batch,
+                                                       int32_t length, int32_t row) {
+    const kbmla_context_parallel cp = {params.args.cp_world, params.args.cp_rank,
+                                       params.args.cp_interleave};
+    int32_t total = params.args.causal_lens != NULL ? params.args.causal_lens[batch] : length;
+    return kbmla_visible_keys(length, total, params.q_len, row / params.num_heads, params.causal,
+                              cp);
+}
+
+/* ------------------------------------------------------------------ rows in memory */
+
+static __device__ __forceinline__ const uint8_t *query_row(const decode_params &params,
+                                                           int32_t batch, int32_t row) {
+    return params.args.query + batch * params.args.query_batch_stride +
+           row / params.num_heads * params.args.query_token_stride +
+           row % params.num_heads * params.args.query_head_stride;
+}
+
+/* Element of `out` that a row begins with. */
+static __device__ __forceinline__ int64_t out_row(const decode_params &params, int32_t batch,
+                                                  int32_t row) {
+    return batch * params.args.out_batch_stride +
+           row / params.num_heads * params.args.out_token_stride +
+           row % params.num_heads * params.args.out_head_stride;
+}
+
+static __device__ __forceinline__ float *lse_row(const decode_params &params, int32_t batch,
+                                                 int32_t row) {
+    return params.args.lse + batch * params.args.lse_batch_stride +
+           row / params.num_heads * params.args.lse_token_stride +
+           row % params.num_heads * params.args.lse_head_stride;
+}
+
+/* Row of the workspace of row `local` of the block. */
+static __device__ __forceinline__ int64_t partial_row(const decode_params &params, int32_t slot,
+                                                      int32_t tile_row, int32_t local) {
+    return (int64_t)slot * params.sizes.q_tile_rows + tile_row + local;
+}
+
+static __device__ __forceinline__ float *partial_lse(const decode_params &params, int64_t row) {
+    return reinterpret_cast<float *>(static_cast<uint8_t *>(params.args.workspace) +
+                                     params.sizes.partial_lse_offset) +
+           row;
+}
+
+#endif

@@ -1,0 +1,260 @@
+/*
+ * The producer warps of the SM90 decode: KV tiles into the ring, Q and the items' facts into their
+ * buffers. Each walks the work list on its own and runs ahead into the next item; only room stops it.
+ *
+ * A tile is always two stages, so that both consumer warpgroups pass through all of them; a stage
+ * past the end of an item holds whatever was there before.
+ */
+#ifndef KBMLA_SM90_PRODUCER_CUH
+#define KBMLA_SM90_PRODUCER_CUH
+
+#include "../cuda/cuda_item.cuh"
+#include "sm90_tensor_map.h"
+#include "sm90_tile.cuh"
+
+enum {
+    TMA_WARP = 0,
+    ROW_WARPS = 2, /* warps 0 and 1, where pages are copied row by row */
+    ROW_LAG = 2,   /* stages on their way before the oldest is announced; at most STAGES - 2 */
+    QUERY_WARP = 3,
+    NAN_BYTES = 0x7F7F7F7F
+};
+
+/* Every byte of `tokens` rows from `row` on to NaN, by a warp. */
+static __device__ __forceinline__ void fill_rows(uint32_t stage, uint32_t row, uint32_t tokens,
+                                                 uint32_t lane) {
+    for (uint32_t r = row; r < row + tokens; r++) {
+        store_shared_16(stage + (lane >> 3) * PANEL_BYTES + r * 128 + (lane & 7) * 16, NAN_BYTES);
+        if (lane < 4)
+            store_shared_16(stage + LATENT_BYTES + r * 64 + lane * 16, NAN_BYTES);
+    }
+}
+
+/* Pages of 16 tokens and more by tensor copies: a lane holds the page of a box, of 32 ahead. Pages
+ * that do not exist read as NaN. */
+template <int N>
+static __device__ __forceinline__ void produce_pages(const decode_params &params,
+                                                     const sm90_map &pages, sm90_smem<N> &smem) {
+    const uint32_t lane = threadIdx.x & 31;
+    const uint32_t box_tokens = pages.box_rows, boxes = STAGE_TOKENS / box_tokens;
+    const uint32_t page_mask = (uint32_t)params.args.page_size - 1;
+    const uint32_t ring = smem_address(smem.ring), full = smem_address(smem.full_bar),
+                   empty = smem_address(smem.empty_bar);
+    ring_place<N> place = {0};
+    kbmla_work_walk walk = start_walk(params);
+    for (kbmla_tile tile = kbmla_work_walk_current(&walk); tile.is_valid;
+         kbmla_work_walk_advance(&walk, 1), tile = kbmla_work_walk_current(&walk)) {
+        work_item item;
+        if (!load_item(params, tile, item))
+            continue;
+        const int32_t *table =
+            params.args.block_table + item.batch * params.args.block_table_stride;
+        const uint32_t stages = (item.end - item.begin + KBMLA_TILE_TOKENS - 1) /
+                                KBMLA_TILE_TOKENS * (KBMLA_TILE_TOKENS / STAGE_TOKENS);
+        uint32_t token = item.begin + lane * box_tokens; /* of this lane's box */
+        int32_t page = token < item.end ? table[token >> params.page_shift] : 0;
+        int32_t next_page = 0;
+        for (uint32_t stage = 0; stage < stages; stage++) {
+            const uint32_t first = stage * boxes % 32; /* lane of the stage's first box */
+            if (first == 0) {
+                if (stage > 0) {
+                    token += 32 * box_tokens;
+                    page = next_page;
+                }
+                const uint32_t next = token + 32 * box_tokens;
+                next_page = next < item.end ? table[next >> params.page_shift] : 0;
+            }
+            const bool is_mine = lane - first < boxes && token < item.end;
+            const bool is_bad = is_mine && (uint32_t)page >= (uint64_t)params.args.num_pages;
+            const uint32_t good = __ballot_sync(0xFFFFFFFFu, is_mine && !is_bad);
+            uint32_t bad = __ballot_sync(0xFFFFFFFFu, is_bad);
+            const uint32_t to = ring + place.stage() * STAGE_BYTES;
+            mbarrier_wait(empty + 8 * place.stage(), place.phase() ^ 1);
+            if (bad != 0) {
+                for (; bad != 0; bad &= bad - 1)
+                    fill_rows(to, (__ffs((int)bad) - 1 - first) * box_tokens, box_tokens, lane);
+                fence_async_proxy();
+                __syncwarp();
+            }
+            const uint32_t barrier = full + 8 * place.stage();
+            if (lane == 0)
+                mbarrier_arrive_expect(barrier, __popc(good) * box_tokens * KBMLA_HEAD_DIM_QK);
+            __syncwarp();
+            if (good >> lane & 1) {
+                const uint32_t row = (lane - first) * box_tokens;
+                const int32_t page_row = (int32_t)(token & page_mask);
+                if (boxes == 1)
+                    tma_load_4d(to, &pages.latent, 0, page_row, 0, page, barrier);
+                else
+#pragma unroll 1
+                    for (int panel = 0; panel < 4; panel++)
+                        tma_load_4d(to + panel * PANEL_BYTES + row * 128, &pages.latent, 0, page_row,
+                                    panel, page, barrier);
+                tma_load_3d(to + LATENT_BYTES + row * 64, &pages.rope, 0, page_row, page, barrier);
+            }
+            place = place.next();
+        }
+    }
+}
+
+/* Any page size and stride, row by row: warp w copies rows 32w .. 32w + 31 of a stage, lane l knows
+ * where row l of these is: 0 past the end, 1 on a page that does not exist. */
+template <int N>
+static __device__ __forceinline__ void produce_rows(const decode_params &params,
+                                                    sm90_smem<N> &smem,
+                                                    uint32_t producer_warp) {
+    constexpr int STAGES = sm90_smem<N>::STAGES;
+    static_assert(ROW_LAG <= STAGES - 2, "a tile could wait for itself");
+    const kbmla_decode_args &args = params.args;
+    const uint32_t lane = threadIdx.x & 31, first_row = 32 * producer_warp;
+    const uint32_t page_mask = (uint32_t)params.args.page_size - 1;
+    const uint32_t ring = smem_address(smem.ring), full = smem_address(smem.full_bar),
+                   empty = smem_address(smem.empty_bar);
+    ring_place<N> place = {0};
+    uint32_t on_their_way = 0;
+    kbmla_work_walk walk = start_walk(params);
+    for (kbmla_tile tile = kbmla_work_walk_current(&walk); tile.is_valid;
+         kbmla_work_walk_advance(&walk, 1), tile = kbmla_work_walk_current(&walk)) {
+        work_item item;
+        if (!load_item(params, tile, item))
+            continue;
+        const int32_t *table = args.block_table + item.batch * args.block_table_stride;
+        /* To the end of a whole tile. */
+#pragma unroll 1
+        for (uint32_t first = item.begin; first / KBMLA_TILE_TOKENS * KBMLA_TILE_TOKENS < item.end;
+             first += STAGE_TOKENS) {
+            const uint32_t token = first + first_row + lane;
+            uint64_t row = 0;
+            if (token < item.end) {
+                const int32_t page = table[token >> params.page_shift];
+                row = (uint32_t)page < (uint64_t)args.num_pages
+                          ? (uint64_t)(args.cache + page * args.cache_page_stride +
+                                       (token & page_mask) * args.cache_row_stride)
+                          : 1;
+            }
+            mbarrier_wait(empty + 8 * place.stage(), place.phase() ^ 1);
+            const uint32_t to = ring + place.stage() * STAGE_BYTES;
+#pragma unroll 4
+            for (uint32_t r = 0; r < 32; r++) {
+                const uint64_t from = __shfl_sync(0xFFFFFFFFu, row, (int)r);
+                if (from > 1)
+                    cp_async_16(to + row_chunk_offset(first_row + r, lane, PANEL_BYTES),
+                                (const uint8_t *)from + 16 * lane);
+                else if (from == 1)
+                    fill_rows(to, first_row + r, 1, lane);
+            }
+#pragma unroll
+            for (uint32_t r = 0; r < 32; r += 8) {
+                const uint32_t at = r + (lane >> 2), chunk = 32 + (lane & 3);
+                const uint64_t from = __shfl_sync(0xFFFFFFFFu, row, (int)at);
+                if (from > 1)
+                    cp_async_16(to + row_chunk_offset(first_row + at, chunk, PANEL_BYTES),
+                                (const uint8_t *)from + 16 * chunk);
+            }
+            cp_async_commit();
+            place = place.next();
+            if (++on_their_way > ROW_LAG) {
+                cp_async_wait<ROW_LAG>();
+                fence_async_proxy();
+                __syncwarp();
+                if (lane == 0)
+                    mbarrier_arrive(full + 8 * ((place.stage() + STAGES - ROW_LAG - 1) % STAGES));
+                on_their_way = ROW_LAG;
+            }
+        }
+    }
+    cp_async_wait<0>();
+    fence_async_proxy();
+    __syncwarp();
+    for (; on_their_way > 0; on_their_way--)
+        if (lane == 0)
+            mbarrier_arrive(full + 8 * ((place.stage() + STAGES - on_their_way) % STAGES));
+}
+
+/* Q row by row, for strides that no map describes; rows that do not exist are zero. A lane knows
+ * the address of one row. */
+template <int N>
+static __device__ __forceinline__ void copy_query_rows(const decode_params &params, uint32_t q,
+                                                       const item_info &item, uint32_t lane) {
+    constexpr uint32_t panel_bytes = sm90_smem<N>::Q_PANEL_BYTES;
+#pragma unroll 1
+    for (int32_t begin = 0; begin < N; begin += 32) {
+        const int32_t own = begin + (int32_t)lane < item.rows ? begin + (int32_t)lane : 0;
+        const uint64_t address = (uint64_t)query_row(params, item.batch, item.first_row + own);
+        const int32_t rows = kbmla_min(32, N - begin);
+#pragma unroll 2
+        for (int32_t row = 0; row < rows; row++) {
+            const uint8_t *from =
+                (const uint8_t *)__shfl_sync(0xFFFFFFFFu, address, row) + 16 * lane;
+            const uint32_t bytes = begin + row < item.rows ? 16 : 0;
+            cp_async_16_or_zero(q + row_chunk_offset(begin + row, lane, panel_bytes), from, bytes);
+            if (lane < 4)
+                cp_async_16_or_zero(q + row_chunk_offset(begin + row, 32 + lane, panel_bytes),
+                                    from + KBMLA_HEAD_DIM_V, bytes);
+        }
+    }
+    cp_async_commit();
+    cp_async_wait<0>();
+    fence_async_proxy();
+    __syncwarp();
+}
+
+/* Q of the next item, as soon as the last scores of the one before are done, with what consumers
+ * need to know of it. Rows that do not exist see what the last one sees. */
+template <int N>
+static __device__ __forceinline__ void produce_query(const decode_params &params,
+                                                     const sm90_map &query, sm90_smem<N> &smem) {
+    const uint32_t lane = threadIdx.x & 31;
+    const uint32_t q = smem_address(smem.q), full = smem_address(&smem.query_full_bar),
+                   empty = smem_address(&smem.query_empty_bar);
+    uint32_t parity = 0;
+    kbmla_work_walk walk = start_walk(params);
+    for (kbmla_tile tile = kbmla_work_walk_current(&walk);;
+         kbmla_work_walk_advance(&walk, 1), tile = kbmla_work_walk_current(&walk)) {
+        work_item item;
+        if (tile.is_valid && !load_item(params, tile, item))
+            continue;
+        mbarrier_wait(empty, parity ^ 1);
+        item_info &info = smem.item[parity];
+        if (lane == 0) {
+            info.is_valid = tile.is_valid;
+            if (tile.is_valid) {
+                if (query.is_tma) {
+                    tma_load_4d(q, &query.latent, 0, item.first_row, 0, item.batch, full);
+                    tma_load_3d(q + 4 * sm90_smem<N>::Q_PANEL_BYTES, &query.rope, 0, item.first_row,
+                                item.batch, full);
+                }
+                info.batch = item.batch;
+                info.slot = item.slot;
+                info.first_row = item.first_row;
+                info.tile_row = item.tile_row;
+                info.rows = item.rows;
+                info.begin = item.begin;
+                info.end = item.end;
+            }
+        }
+        __syncwarp();
+        if (tile.is_valid) {
+            const int32_t last = info.first_row + kbmla_max(info.rows - 1, 0);
+#pragma unroll 1
+            for (int32_t row = (int32_t)lane; row < N; row += 32) {
+                const int32_t own = kbmla_min(info.first_row + row, last);
+                smem.visible[parity][row] = visible_keys(params, info.batch, item.length, own);
+                smem.out_at[parity][row] = out_row(params, info.batch, own);
+            }
+            if (!query.is_tma)
+                copy_query_rows<N>(params, q, info, lane);
+            __syncwarp();
+            /* Later tokens see more. */
+            if (lane == 0)
+                info.clean_end = kbmla_min((int32_t)info.end, smem.visible[parity][0]);
+        }
+        if (lane == 0)
+            mbarrier_arrive_expect(full, tile.is_valid && query.is_tma ? N * KBMLA_HEAD_DIM_QK : 0);
+        if (!tile.is_valid)
+            return;
+        parity ^= 1;
+    }
+}
+
+#endif

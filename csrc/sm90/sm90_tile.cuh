@@ -1,0 +1,188 @@
+/*
+ * Sizes, shared memory and layouts of the SM90 decode, for blocks of N query rows (16, 24, .. 64).
+ *
+ * A stage of the ring holds 64 tokens as two operands of wgmma: the latent as four panels
+ * [64 tokens, 128 B] in the 128-byte swizzle, the rope as one [64, 64 B] in the 64-byte swizzle.
+ * Q lies the same way with its N rows in place of tokens. P is [N rows, 128 tokens] in the 128-byte
+ * swizzle; within 16 tokens byte 2i is token i and byte 2i + 1 token i + 8, the order in which
+ * transposed V fragments come out of ldmatrix.
+ *
+ * Values per query row are kept by position: row 8j + 2t + c, whose scores lane / 4 = any,
+ * lane % 4 = t holds at index 2j + c, has position t * PITCH + 2j + c, so that a lane's values of
+ * consecutive j are neighbours.
+ */
+#ifndef KBMLA_SM90_TILE_CUH
+#define KBMLA_SM90_TILE_CUH
+
+#include "../kbmla.h"
+#include "sm90_ptx.cuh"
+
+enum {
+    STAGE_TOKENS = 64,
+    PANEL_BYTES = STAGE_TOKENS * 128,
+    LATENT_BYTES = 4 * PANEL_BYTES,
+    ROPE_BYTES = STAGE_TOKENS * 64,
+    STAGE_BYTES = LATENT_BYTES + ROPE_BYTES,
+    SWIZZLE_ATOM = 1024, /* 8 rows of 128 B: what the 128-byte swizzle repeats after */
+
+    WARPGROUP = 128,
+    CONSUMER_WARPS = 8,
+    CONSUMERS = 32 * CONSUMER_WARPS,
+    THREADS = CONSUMERS + WARPGROUP,
+    V_COLUMNS = KBMLA_HEAD_DIM_V / 2, /* of each consumer warpgroup */
+    M_TILES = V_COLUMNS / 64,
+
+    MAX_BLOCK_ROWS = 64,
+    CONSUMER_BARRIER = 1
+};
+
+static_assert(KBMLA_TILE_TOKENS == 2 * STAGE_TOKENS, "a tile is one stage of each warpgroup");
+
+/* What the consumers need of an item, written by the warp that loads Q. */
+struct item_info {
+    int32_t is_valid; /* 0 ends the walk */
+    int32_t batch;
+    int32_t slot;
+    int32_t first_row;
+    int32_t tile_row;
+    int32_t rows;
+    uint32_t begin;
+    uint32_t end;
+    uint32_t clean_end; /* every row sees all tokens before it */
+};
+
+template <int N> struct sm90_smem {
+    enum {
+        STAGES = N <= 48 ? 5 : 4,
+        /* Of a thread; with 168 each at the launch, twice the first and once the second is what the
+         * SM has. */
+        CONSUMER_REGISTERS = N <= 40 ? 216 : N <= 56 ? 224 : 232,
+        PRODUCER_REGISTERS = N <= 40 ? 72 : N <= 56 ? 56 : 40,
+        PITCH = (N / 4 + 3) / 4 * 4, /* of a lane's positions: multiples of 16 bytes */
+        POSITIONS = 4 * PITCH,
+        Q_PANEL_BYTES = N * 128,
+        P_BYTES = N * 128
+    };
+    alignas(SWIZZLE_ATOM) uint8_t ring[STAGES][STAGE_BYTES];
+    alignas(SWIZZLE_ATOM) uint8_t q[N * KBMLA_HEAD_DIM_QK];
+    alignas(SWIZZLE_ATOM) uint8_t p[P_BYTES];
+    alignas(16) float tile_max[CONSUMER_WARPS][POSITIONS];
+    /* Of its own copy each warp reads only what it wrote itself. */
+    alignas(16) float row_max[CONSUMER_WARPS][POSITIONS];
+    alignas(16) float rescale[CONSUMER_WARPS][POSITIONS];
+    alignas(16) float row_sum[CONSUMER_WARPS][POSITIONS];
+    /* Of the even and the odd items: keys that a row sees, and its first element of `out`. */
+    alignas(16) int32_t visible[2][N];
+    int64_t out_at[2][N];
+    item_info item[2];
+    alignas(8) uint64_t full_bar[STAGES];
+    uint64_t empty_bar[STAGES];
+    uint64_t query_full_bar;
+    uint64_t query_empty_bar;
+};
+
+/* Where the ring stands, in one register: a stage, plus STAGES in odd phases. */
+template <int N> struct ring_place {
+    uint32_t at;
+    __device__ __forceinline__ uint32_t stage() const {
+        return at < sm90_smem<N>::STAGES ? at : at - sm90_smem<N>::STAGES;
+    }
+    __device__ __forceinline__ uint32_t phase() const { return at >= sm90_smem<N>::STAGES; }
+    __device__ __forceinline__ ring_place next() const {
+        return {at + 1 == 2 * sm90_smem<N>::STAGES ? 0 : at + 1};
+    }
+};
+
+/* ------------------------------------------------------------------ layouts */
+
+/* Byte of 16-byte chunk `chunk` (0..35) of row `row` in Q or a stage of `panel_bytes` panels. */
+static __device__ __forceinline__ uint32_t row_chunk_offset(uint32_t row, uint32_t chunk,
+                                                            uint32_t panel_bytes) {
+    return chunk < 32 ? (chunk >> 3) * panel_bytes + row * 128 + (((chunk ^ row) & 7) << 4)
+                      : 4 * panel_bytes + row * 64 + (((chunk ^ (row >> 1)) & 3) << 4);
+}
+
+/* Matrix descriptors of K-major operands (PTX ISA, "Matrix-Descriptor Format"): address, stride of
+ * 8 rows, swizzle. An operand moves on by 32 bytes, 2 units, per step of 32 along K. */
+static __device__ __forceinline__ uint64_t panel_descriptor(uint32_t smem) {
+    return (uint64_t)1 << 62 | (uint64_t)(1024 >> 4) << 32 | (uint64_t)1 << 16 |
+           (smem & 0x3FFFF) >> 4;
+}
+static __device__ __forceinline__ uint64_t rope_descriptor(uint32_t smem) {
+    return (uint64_t)2 << 62 | (uint64_t)(512 >> 4) << 32 | (uint64_t)1 << 16 |
+           (smem & 0x3FFFF) >> 4;
+}
+
+/* ------------------------------------------------------------------ products of one tile */
+
+/* Starts s = K Q^T over one panel of 128 channels, or the rope with `panel` 4: the 64 tokens of a
+ * stage against all rows. */
+template <int N>
+static __device__ __forceinline__ void start_panel_scores(float (&s)[N / 2], int panel,
+                                                          uint32_t stage, uint32_t q) {
+    const uint64_t k_panel = panel < 4 ? panel_descriptor(stage + panel * PANEL_BYTES)
+                                       : rope_descriptor(stage + LATENT_BYTES);
+    const uint64_t q_panel = panel < 4 ? panel_descriptor(q + panel * sm90_smem<N>::Q_PANEL_BYTES)
+                                       : rope_descriptor(q + 4 * sm90_smem<N>::Q_PANEL_BYTES);
+    hold_registers(s);
+    wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < (panel < 4 ? 4 : 2); step++)
+        wgmma_e4m3<N>::ss(s, k_panel + 2 * step, q_panel + 2 * step, step != 0);
+    wgmma_commit();
+}
+
+/* s = K Q^T. wgmma cuts off what is 2^13 below the largest exponent of a sum, so each panel is
+ * summed apart: errors of scores fall by a factor of 3. */
+template <int N>
+static __device__ __forceinline__ void compute_scores(float (&s)[N / 2], uint32_t stage,
+                                                      uint32_t q) {
+    float next[N / 2];
+    start_panel_scores<N>(s, 0, stage, q);
+#pragma unroll
+    for (int panel = 1; panel < 5; panel++) {
+        start_panel_scores<N>(next, panel, stage, q);
+        wgmma_wait<0>();
+        hold_registers(s);
+        hold_registers(next);
+#pragma unroll
+        for (int i = 0; i < N / 2; i++)
+            s[i] += next[i];
+    }
+}
+
+/*
+ * V^T of m tile `m` (64 columns) and all 128 tokens as A fragments, 32 tokens a step. ldmatrix takes
+ * the two bytes of neighbouring columns as one unit; what it gives of tokens 0-7 and 8-15 is sorted
+ * by column, so rows g and g + 8 of the fragment are columns 2g and 2g + 1. `latent` are the first
+ * panels of the warpgroup's columns in the two stages.
+ */
+static __device__ __forceinline__ void load_values(uint32_t (&a)[4][4], const uint32_t (&latent)[2],
+                                                   int m, uint32_t warp, uint32_t lane) {
+    const uint32_t at = lane * 128 + (((warp ^ lane) & 7) << 4);
+#pragma unroll
+    for (int step = 0; step < 4; step++) {
+        uint32_t x[4];
+        ldmatrix_x4_trans(x, latent[step >> 1] + (m >> 1) * PANEL_BYTES + (step & 1) * 32 * 128 +
+                                 (at ^ (m & 1 ? 64 : 0)));
+        a[step][0] = __byte_perm(x[0], x[1], 0x6240);
+        a[step][1] = __byte_perm(x[0], x[1], 0x7351);
+        a[step][2] = __byte_perm(x[2], x[3], 0x6240);
+        a[step][3] = __byte_perm(x[2], x[3], 0x7351);
+    }
+}
+
+/* Starts t = V^T P^T of one m tile over 128 tokens. */
+template <int N>
+static __device__ __forceinline__ void start_output(float (&t)[N / 2], const uint32_t (&a)[4][4],
+                                                    uint32_t p) {
+    const uint64_t p_panel = panel_descriptor(p);
+    hold_registers(t);
+    wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < 4; step++)
+        wgmma_e4m3<N>::rs(t, a[step], p_panel + 2 * step, step != 0);
+    wgmma_commit();
+}
+
+#endif
