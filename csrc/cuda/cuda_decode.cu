@@ -164,7 +164,7 @@ static __device__ void store_rows(const decode_params &params, const work_item &
                         *reinterpret_cast<uint32_t *>(&low), *reinterpret_cast<uint32_t *>(&high));
                 }
                 if (params.args.lse != NULL && warp == 0 && (lane & 3) == 0)
-                    *lse_row(params, item.batch, row) = lse;
+                    params.args.lse[lse_row(params, item.batch, row)] = lse;
                 continue;
             }
             int64_t slot_row = partial_row(params, item.slot, item.tile_row, local);

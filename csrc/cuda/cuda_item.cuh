@@ -10,6 +10,7 @@
 
 #include "../internal.h"
 #include "../scheduler.h"
+#include "cuda_ptx.cuh"
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -82,7 +83,8 @@ struct work_item {
     int32_t rows;      /* rows of this block that exist; may be <= 0 */
 };
 
-/* False for an entry that a stale or foreign plan made and that has nothing to do here. */
+/* False for an entry that a stale or foreign plan made and that has nothing to do here. All lanes of a
+ * warp call it alike. */
 static __device__ __forceinline__ bool load_item(const decode_params &params,
                                                  const kbmla_tile &tile, work_item &item) {
     if (tile.q_tile >= params.sizes.num_q_tiles)
@@ -90,6 +92,8 @@ static __device__ __forceinline__ bool load_item(const decode_params &params,
     int32_t length = kbmla_clamp_length(params.args.lengths[tile.batch], params.max_tokens);
     int32_t planned = params.args.counts[tile.batch];
     int32_t tail = params.args.work[params.tail + tile.batch];
+    length = uniform(length);
+    planned = uniform(planned);
     kbmla_split_range range = kbmla_split_bounds(kbmla_num_tiles(length), planned, tile.split);
     if (tile.split >= range.count)
         return false;
@@ -141,9 +145,10 @@ static __device__ __forceinline__ int64_t out_row(const decode_params &params, i
            row % params.num_heads * params.args.out_head_stride;
 }
 
-static __device__ __forceinline__ float *lse_row(const decode_params &params, int32_t batch,
-                                                 int32_t row) {
-    return params.args.lse + batch * params.args.lse_batch_stride +
+/* Element of `lse` of a row. */
+static __device__ __forceinline__ int64_t lse_row(const decode_params &params, int32_t batch,
+                                                  int32_t row) {
+    return batch * params.args.lse_batch_stride +
            row / params.num_heads * params.args.lse_token_stride +
            row % params.num_heads * params.args.lse_head_stride;
 }

@@ -27,6 +27,7 @@
  */
 #include "../cuda/cuda_item.cuh"
 #include "../cuda/cuda_launch.h"
+#include "sm90_products.cuh"
 #include "sm90_producer.cuh"
 #include "sm90_softmax.cuh"
 #include "sm90_tile.cuh"
@@ -39,22 +40,23 @@ template <int N> static __device__ __forceinline__ int32_t pair_row(uint32_t lan
 }
 
 static __device__ __forceinline__ void write_lse(const decode_params &params, const item_info &item,
-                                                 int32_t local, float lse) {
+                                                 const int64_t *lse_at, int32_t local, float lse) {
     if (local >= item.rows)
         return;
     if (item.slot >= 0)
         *partial_lse(params, partial_row(params, item.slot, item.tile_row, local)) = lse;
     else if (params.args.lse != NULL)
-        *lse_row(params, item.batch, item.first_row + local) = lse;
+        params.args.lse[lse_at[local]] = lse;
 }
 
 /* What a row of O is multiplied by, and its lse. A row that has seen no key has sum 0. */
 static __device__ __forceinline__ float finish_row(const decode_params &params,
-                                                   const item_info &item, int32_t local, float sum,
-                                                   float maximum, bool writes_lse) {
+                                                   const item_info &item, const int64_t *lse_at,
+                                                   int32_t local, float sum, float maximum,
+                                                   bool writes_lse) {
     const bool is_empty = sum == 0.0f;
     if (writes_lse)
-        write_lse(params, item, local,
+        write_lse(params, item, lse_at, local,
                   is_empty ? -INFINITY
                            : log2f(sum) - params.log2_p_scale + maximum * params.softmax_scale_log2);
     return is_empty ? 0.0f : (item.slot < 0 ? params.output_scale : 1.0f) / sum;
@@ -103,84 +105,92 @@ store_rows(const decode_params &params, const item_info &item, const float (&o)[
     }
 }
 
+/* The stage of a tile whose scores this warpgroup computes, and the other one. */
+template <int N>
+static __device__ __forceinline__ ring_place<N> own_stage(ring_place<N> first, uint32_t group) {
+    return group == 0 ? first : first.next();
+}
+template <int N>
+static __device__ __forceinline__ ring_place<N> other_stage(ring_place<N> first, uint32_t group) {
+    return group == 0 ? first.next() : first;
+}
+
 template <int N>
 static __device__ __forceinline__ void consume(const decode_params &params, sm90_smem<N> &smem) {
-    const uint32_t lane = threadIdx.x & 31, consumer_warp = threadIdx.x >> 5,
+    const uint32_t lane = threadIdx.x & 31, consumer_warp = uniform(threadIdx.x >> 5),
                    warp = consumer_warp & 3, group = consumer_warp >> 2;
     const uint32_t ring = smem_address(smem.ring), q = smem_address(smem.q),
                    p = smem_address(smem.p), full = smem_address(smem.full_bar),
                    empty = smem_address(smem.empty_bar);
     const float scale = params.softmax_scale_log2;
     float *const row_max = smem.row_max[consumer_warp], *const rescale = smem.rescale[consumer_warp];
-    ring_place<N> place = {0};
+    ring_place<N> place = {0}; /* of the first stage of a tile */
 
     for (uint32_t parity = 0;; parity ^= 1) {
         mbarrier_wait(smem_address(&smem.query_full_bar), parity);
         const item_info &item = smem.item[parity];
-        if (!item.is_valid)
+        if (!uniform(item.is_valid))
             return;
-        float o[M_TILES][N / 2] = {}, l[N / 4] = {};
+        const uint32_t begin = uniform(item.begin), end = uniform(item.end);
+        float o[M_TILES][N / 2] = {}, l[N / 4] = {}, s[N / 2];
         forget_maxima<N>(row_max, lane);
 
-#pragma unroll 1
-        for (uint32_t token = item.begin; token < item.end; token += KBMLA_TILE_TOKENS) {
-            const ring_place<N> other = place.next();
-            const ring_place<N> mine = group == 0 ? place : other;
-            const uint32_t stage = ring + mine.stage() * STAGE_BYTES;
+        constexpr bool SCORES_AHEAD = sm90_smem<N>::SCORES_AHEAD;
+        if (SCORES_AHEAD && begin < end) {
+            const ring_place<N> mine = own_stage(place, group);
             mbarrier_wait(full + 8 * mine.stage(), mine.phase());
-            float s[N / 2];
-            compute_scores<N>(s, stage, q);
-            if (token + KBMLA_TILE_TOKENS >= item.end && lane == 0)
+            compute_scores<N>(s, ring + mine.stage() * STAGE_BYTES, q);
+        }
+#pragma unroll 1
+        for (uint32_t token = begin; token < end; token += KBMLA_TILE_TOKENS) {
+            const bool is_last = token + KBMLA_TILE_TOKENS >= end;
+            if constexpr (!SCORES_AHEAD) {
+                const ring_place<N> mine = own_stage(place, group);
+                mbarrier_wait(full + 8 * mine.stage(), mine.phase());
+                compute_scores<N>(s, ring + mine.stage() * STAGE_BYTES, q);
+            }
+            if (is_last && lane == 0)
                 mbarrier_arrive(smem_address(&smem.query_empty_bar));
-            if (token + KBMLA_TILE_TOKENS > item.clean_end) {
+            if (token + KBMLA_TILE_TOKENS > uniform(item.clean_end)) {
                 const uint32_t first = token + group * STAGE_TOKENS;
                 mask_scores<N>(s, smem.visible[parity], first, warp, lane);
-                clear_values(stage, first, item.end, warp, lane);
+                clear_values(ring + own_stage(place, group).stage() * STAGE_BYTES, first, end,
+                             warp, lane);
             }
             write_tile_maxima<N>(s, smem.tile_max[consumer_warp], lane);
             /* All maxima are written, and P of the tile before is no longer read. */
             named_barrier_sync(CONSUMER_BARRIER, CONSUMERS);
             update_maxima<N>(smem, scale, params.growth, consumer_warp, lane);
-            exponentiate<N>(s, l, row_max, rescale, scale, params.log2_p_scale, p, consumer_warp, lane);
+            exponentiate<N>(s, l, row_max, rescale, scale, params.log2_p_scale, p, consumer_warp,
+                            lane);
             fence_async_proxy();
             /* All of P is written, and tile_max is no longer read. */
             named_barrier_sync(CONSUMER_BARRIER, CONSUMERS);
 
-            const ring_place<N> its = group == 0 ? other : place;
-            mbarrier_wait(full + 8 * its.stage(), its.phase());
+            const ring_place<N> other = place.next();
+            mbarrier_wait(full + 8 * other_stage(place, group).stage(),
+                          other_stage(place, group).phase());
             const uint32_t columns = ring + group * (V_COLUMNS / 128) * PANEL_BYTES;
             const uint32_t latent[2] = {columns + place.stage() * STAGE_BYTES,
                                         columns + other.stage() * STAGE_BYTES};
-            uint32_t a[2][4][4];
-            load_values(a[0], latent, 0, warp, lane);
-#pragma unroll
-            for (int m = 0; m < M_TILES; m++) {
-                float t[N / 2];
-                start_output<N>(t, a[m & 1], p);
-                if (m + 1 < M_TILES)
-                    load_values(a[(m + 1) & 1], latent, m + 1, warp, lane);
-                wgmma_wait<0>();
-                hold_registers(t);
-#pragma unroll
-                for (int j = 0; j < N / 8; j++) {
-                    const float2 factor = *reinterpret_cast<const float2 *>(
-                        &rescale[(lane & 3) * sm90_smem<N>::PITCH + 2 * j]);
-#pragma unroll
-                    for (int i = 0; i < 4; i++)
-                        o[m][4 * j + i] =
-                            fmaf(o[m][4 * j + i], i & 1 ? factor.y : factor.x, t[4 * j + i]);
-                }
+            place = other.next();
+            if (!SCORES_AHEAD || is_last) {
+                accumulate<N>(o, latent, p, rescale, warp, lane);
+            } else if constexpr (SCORES_AHEAD) {
+                const ring_place<N> mine = own_stage(place, group);
+                mbarrier_wait(full + 8 * mine.stage(), mine.phase());
+                accumulate_and_score<N>(o, s, latent, p, rescale,
+                                        ring + mine.stage() * STAGE_BYTES, q, warp, lane);
             }
             __syncwarp();
             if (lane == 0) {
-                mbarrier_arrive(empty + 8 * place.stage());
-                mbarrier_arrive(empty + 8 * other.stage());
+                mbarrier_arrive(empty + 8 * place.previous().previous().stage());
+                mbarrier_arrive(empty + 8 * place.previous().stage());
             }
-            place = other.next();
         }
 
         float2 sum = make_float2(0.0f, 0.0f);
-        if (item.begin < item.end) {
+        if (begin < end) {
             combine_rows<N>(l, smem.row_sum[consumer_warp], lane, take_sum());
             named_barrier_sync(CONSUMER_BARRIER, CONSUMERS);
             if (lane < N / 2)
@@ -194,11 +204,11 @@ static __device__ __forceinline__ void consume(const decode_params &params, sm90
             const uint32_t position = pair_position<N>(lane);
             const float2 kept = *reinterpret_cast<const float2 *>(&row_max[position]);
             *reinterpret_cast<float2 *>(&rescale[position]) = make_float2(
-                finish_row(params, item, row, sum.x, kept.x, is_writer),
-                finish_row(params, item, row + 1, sum.y, kept.y, is_writer));
+                finish_row(params, item, smem.lse_at[parity], row, sum.x, kept.x, is_writer),
+                finish_row(params, item, smem.lse_at[parity], row + 1, sum.y, kept.y, is_writer));
         }
         __syncwarp();
-        store_rows<N>(params, item, o, rescale, smem.out_at[parity], consumer_warp, lane);
+        store_rows<N>(params, item, o, rescale, smem.out_at[parity], consumer_warp, from_here(lane));
         __syncwarp();
     }
 }
@@ -276,11 +286,9 @@ decode_shape choose_shape(int32_t q_tile_rows) {
     case 48:
         fill_shape<48>(shape);
         break;
-    case 56:
-        fill_shape<56>(shape);
-        break;
     default:
-        fill_shape<64>(shape);
+        shape.block_rows = MAX_BLOCK_ROWS;
+        fill_shape<MAX_BLOCK_ROWS>(shape);
         break;
     }
     return shape;

@@ -15,7 +15,7 @@
 enum {
     TMA_WARP = 0,
     ROW_WARPS = 2, /* warps 0 and 1, where pages are copied row by row */
-    ROW_LAG = 2,   /* stages on their way before the oldest is announced; at most STAGES - 2 */
+    ROW_LAG = 2,   /* stages on their way before the oldest is announced */
     QUERY_WARP = 3,
     NAN_BYTES = 0x7F7F7F7F
 };
@@ -97,6 +97,19 @@ static __device__ __forceinline__ void produce_pages(const decode_params &params
     }
 }
 
+/* Waits for the last `count` stages before `place` and announces them. */
+template <int N>
+static __device__ __forceinline__ void announce_rows(sm90_smem<N> &smem, ring_place<N> place,
+                                                     uint32_t count, uint32_t lane) {
+    constexpr uint32_t STAGES = sm90_smem<N>::STAGES;
+    cp_async_wait<0>();
+    fence_async_proxy();
+    __syncwarp();
+    for (; count > 0; count--)
+        if (lane == 0)
+            mbarrier_arrive(smem_address(&smem.full_bar[(place.stage() + STAGES - count) % STAGES]));
+}
+
 /* Any page size and stride, row by row: warp w copies rows 32w .. 32w + 31 of a stage, lane l knows
  * where row l of these is: 0 past the end, 1 on a page that does not exist. */
 template <int N>
@@ -104,7 +117,7 @@ static __device__ __forceinline__ void produce_rows(const decode_params &params,
                                                     sm90_smem<N> &smem,
                                                     uint32_t producer_warp) {
     constexpr int STAGES = sm90_smem<N>::STAGES;
-    static_assert(ROW_LAG <= STAGES - 2, "a tile could wait for itself");
+    constexpr int UNROLL = N > 48 ? 1 : 4; /* as registers allow */
     const kbmla_decode_args &args = params.args;
     const uint32_t lane = threadIdx.x & 31, first_row = 32 * producer_warp;
     const uint32_t page_mask = (uint32_t)params.args.page_size - 1;
@@ -132,9 +145,14 @@ static __device__ __forceinline__ void produce_rows(const decode_params &params,
                                        (token & page_mask) * args.cache_row_stride)
                           : 1;
             }
-            mbarrier_wait(empty + 8 * place.stage(), place.phase() ^ 1);
+            if (!mbarrier_test(empty + 8 * place.stage(), place.phase() ^ 1)) {
+                /* The consumers may be waiting for what is on its way. */
+                announce_rows<N>(smem, place, on_their_way, lane);
+                on_their_way = 0;
+                mbarrier_wait(empty + 8 * place.stage(), place.phase() ^ 1);
+            }
             const uint32_t to = ring + place.stage() * STAGE_BYTES;
-#pragma unroll 4
+#pragma unroll UNROLL
             for (uint32_t r = 0; r < 32; r++) {
                 const uint64_t from = __shfl_sync(0xFFFFFFFFu, row, (int)r);
                 if (from > 1)
@@ -163,12 +181,7 @@ static __device__ __forceinline__ void produce_rows(const decode_params &params,
             }
         }
     }
-    cp_async_wait<0>();
-    fence_async_proxy();
-    __syncwarp();
-    for (; on_their_way > 0; on_their_way--)
-        if (lane == 0)
-            mbarrier_arrive(full + 8 * ((place.stage() + STAGES - on_their_way) % STAGES));
+    announce_rows<N>(smem, place, on_their_way, lane);
 }
 
 /* Q row by row, for strides that no map describes; rows that do not exist are zero. A lane knows
@@ -241,6 +254,7 @@ static __device__ __forceinline__ void produce_query(const decode_params &params
                 const int32_t own = kbmla_min(info.first_row + row, last);
                 smem.visible[parity][row] = visible_keys(params, info.batch, item.length, own);
                 smem.out_at[parity][row] = out_row(params, info.batch, own);
+                smem.lse_at[parity][row] = lse_row(params, info.batch, own);
             }
             if (!query.is_tma)
                 copy_query_rows<N>(params, q, info, lane);

@@ -1,5 +1,6 @@
 /*
- * Sizes, shared memory and layouts of the SM90 decode, for blocks of N query rows (16, 24, .. 64).
+ * Sizes, shared memory and layouts of the SM90 decode, for blocks of N query rows: 16, 24, 32,
+ * 40, 48 or 64.
  *
  * A stage of the ring holds 64 tokens as two operands of wgmma: the latent as four panels
  * [64 tokens, 128 B] in the 128-byte swizzle, the rope as one [64, 64 B] in the 64-byte swizzle.
@@ -54,10 +55,11 @@ struct item_info {
 template <int N> struct sm90_smem {
     enum {
         STAGES = N <= 48 ? 5 : 4,
+        SCORES_AHEAD = N <= 48, /* there are registers for the next tile's scores */
         /* Of a thread; with 168 each at the launch, twice the first and once the second is what the
          * SM has. */
-        CONSUMER_REGISTERS = N <= 40 ? 216 : N <= 56 ? 224 : 232,
-        PRODUCER_REGISTERS = N <= 40 ? 72 : N <= 56 ? 56 : 40,
+        CONSUMER_REGISTERS = N <= 40 ? 216 : 232,
+        PRODUCER_REGISTERS = N <= 40 ? 72 : 40,
         PITCH = (N / 4 + 3) / 4 * 4, /* of a lane's positions: multiples of 16 bytes */
         POSITIONS = 4 * PITCH,
         Q_PANEL_BYTES = N * 128,
@@ -71,9 +73,10 @@ template <int N> struct sm90_smem {
     alignas(16) float row_max[CONSUMER_WARPS][POSITIONS];
     alignas(16) float rescale[CONSUMER_WARPS][POSITIONS];
     alignas(16) float row_sum[CONSUMER_WARPS][POSITIONS];
-    /* Of the even and the odd items: keys that a row sees, and its first element of `out`. */
+    /* Of the even and the odd items: keys that a row sees, where it begins in `out` and in `lse`. */
     alignas(16) int32_t visible[2][N];
     int64_t out_at[2][N];
+    int64_t lse_at[2][N];
     item_info item[2];
     alignas(8) uint64_t full_bar[STAGES];
     uint64_t empty_bar[STAGES];
@@ -90,6 +93,9 @@ template <int N> struct ring_place {
     __device__ __forceinline__ uint32_t phase() const { return at >= sm90_smem<N>::STAGES; }
     __device__ __forceinline__ ring_place next() const {
         return {at + 1 == 2 * sm90_smem<N>::STAGES ? 0 : at + 1};
+    }
+    __device__ __forceinline__ ring_place previous() const {
+        return {at == 0 ? 2 * sm90_smem<N>::STAGES - 1 : at - 1};
     }
 };
 
@@ -111,78 +117,6 @@ static __device__ __forceinline__ uint64_t panel_descriptor(uint32_t smem) {
 static __device__ __forceinline__ uint64_t rope_descriptor(uint32_t smem) {
     return (uint64_t)2 << 62 | (uint64_t)(512 >> 4) << 32 | (uint64_t)1 << 16 |
            (smem & 0x3FFFF) >> 4;
-}
-
-/* ------------------------------------------------------------------ products of one tile */
-
-/* Starts s = K Q^T over one panel of 128 channels, or the rope with `panel` 4: the 64 tokens of a
- * stage against all rows. */
-template <int N>
-static __device__ __forceinline__ void start_panel_scores(float (&s)[N / 2], int panel,
-                                                          uint32_t stage, uint32_t q) {
-    const uint64_t k_panel = panel < 4 ? panel_descriptor(stage + panel * PANEL_BYTES)
-                                       : rope_descriptor(stage + LATENT_BYTES);
-    const uint64_t q_panel = panel < 4 ? panel_descriptor(q + panel * sm90_smem<N>::Q_PANEL_BYTES)
-                                       : rope_descriptor(q + 4 * sm90_smem<N>::Q_PANEL_BYTES);
-    hold_registers(s);
-    wgmma_fence();
-#pragma unroll
-    for (int step = 0; step < (panel < 4 ? 4 : 2); step++)
-        wgmma_e4m3<N>::ss(s, k_panel + 2 * step, q_panel + 2 * step, step != 0);
-    wgmma_commit();
-}
-
-/* s = K Q^T. wgmma cuts off what is 2^13 below the largest exponent of a sum, so each panel is
- * summed apart: errors of scores fall by a factor of 3. */
-template <int N>
-static __device__ __forceinline__ void compute_scores(float (&s)[N / 2], uint32_t stage,
-                                                      uint32_t q) {
-    float next[N / 2];
-    start_panel_scores<N>(s, 0, stage, q);
-#pragma unroll
-    for (int panel = 1; panel < 5; panel++) {
-        start_panel_scores<N>(next, panel, stage, q);
-        wgmma_wait<0>();
-        hold_registers(s);
-        hold_registers(next);
-#pragma unroll
-        for (int i = 0; i < N / 2; i++)
-            s[i] += next[i];
-    }
-}
-
-/*
- * V^T of m tile `m` (64 columns) and all 128 tokens as A fragments, 32 tokens a step. ldmatrix takes
- * the two bytes of neighbouring columns as one unit; what it gives of tokens 0-7 and 8-15 is sorted
- * by column, so rows g and g + 8 of the fragment are columns 2g and 2g + 1. `latent` are the first
- * panels of the warpgroup's columns in the two stages.
- */
-static __device__ __forceinline__ void load_values(uint32_t (&a)[4][4], const uint32_t (&latent)[2],
-                                                   int m, uint32_t warp, uint32_t lane) {
-    const uint32_t at = lane * 128 + (((warp ^ lane) & 7) << 4);
-#pragma unroll
-    for (int step = 0; step < 4; step++) {
-        uint32_t x[4];
-        ldmatrix_x4_trans(x, latent[step >> 1] + (m >> 1) * PANEL_BYTES + (step & 1) * 32 * 128 +
-                                 (at ^ (m & 1 ? 64 : 0)));
-        a[step][0] = __byte_perm(x[0], x[1], 0x6240);
-        a[step][1] = __byte_perm(x[0], x[1], 0x7351);
-        a[step][2] = __byte_perm(x[2], x[3], 0x6240);
-        a[step][3] = __byte_perm(x[2], x[3], 0x7351);
-    }
-}
-
-/* Starts t = V^T P^T of one m tile over 128 tokens. */
-template <int N>
-static __device__ __forceinline__ void start_output(float (&t)[N / 2], const uint32_t (&a)[4][4],
-                                                    uint32_t p) {
-    const uint64_t p_panel = panel_descriptor(p);
-    hold_registers(t);
-    wgmma_fence();
-#pragma unroll
-    for (int step = 0; step < 4; step++)
-        wgmma_e4m3<N>::rs(t, a[step], p_panel + 2 * step, step != 0);
-    wgmma_commit();
 }
 
 #endif
