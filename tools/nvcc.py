@@ -60,7 +60,8 @@ def complaints(log: str) -> list[str]:
         )
         if numbers and any(int(n) for n in numbers.groups()):
             found.append(f"{kernel}: {line.strip()}")
-        if re.search(r"\bwarning\b", line, re.IGNORECASE) or re.search(r"\d+ bytes lmem", line):
+        # C75xx: wgmma that waits for each instruction, which ptxas calls information.
+        if re.search(r"\bwarning\b|\d+ bytes lmem|\(C75\d\d\)", line, re.IGNORECASE):
             found.append(f"{kernel}: {line.strip()}")
     return found
 
