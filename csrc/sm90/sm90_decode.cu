@@ -208,7 +208,7 @@ static __device__ __forceinline__ void consume(const decode_params &params, sm90
                 finish_row(params, item, smem.lse_at[parity], row + 1, sum.y, kept.y, is_writer));
         }
         __syncwarp();
-        store_rows<N>(params, item, o, rescale, smem.out_at[parity], consumer_warp, from_here(lane));
+        store_rows<N>(params, item, o, rescale, smem.out_at[parity], consumer_warp, lane);
         __syncwarp();
     }
 }
@@ -229,6 +229,10 @@ static __global__ void __launch_bounds__(THREADS, 1)
         mbarrier_init(smem_address(&smem.query_full_bar), 1);
         mbarrier_init(smem_address(&smem.query_empty_bar), CONSUMER_WARPS);
         fence_barrier_init();
+        prefetch_tensor_map(&maps.query.latent);
+        prefetch_tensor_map(&maps.query.rope);
+        prefetch_tensor_map(&maps.pages.latent);
+        prefetch_tensor_map(&maps.pages.rope);
     }
     __syncthreads();
     grid_dependency_launch();

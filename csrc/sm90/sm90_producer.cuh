@@ -220,6 +220,8 @@ static __device__ __forceinline__ void produce_query(const decode_params &params
     const uint32_t lane = threadIdx.x & 31;
     const uint32_t q = smem_address(smem.q), full = smem_address(&smem.query_full_bar),
                    empty = smem_address(&smem.query_empty_bar);
+    /* Then rows need no divisions. */
+    const bool sees_all = params.q_len == 1 && params.args.causal_lens == NULL;
     uint32_t parity = 0;
     kbmla_work_walk walk = start_walk(params);
     for (kbmla_tile tile = kbmla_work_walk_current(&walk);;
@@ -252,9 +254,12 @@ static __device__ __forceinline__ void produce_query(const decode_params &params
 #pragma unroll 1
             for (int32_t row = (int32_t)lane; row < N; row += 32) {
                 const int32_t own = kbmla_min(info.first_row + row, last);
-                smem.visible[parity][row] = visible_keys(params, info.batch, item.length, own);
-                smem.out_at[parity][row] = out_row(params, info.batch, own);
-                smem.lse_at[parity][row] = lse_row(params, info.batch, own);
+                smem.visible[parity][row] =
+                    sees_all ? item.length : visible_keys(params, info.batch, item.length, own);
+                if (info.slot < 0) {
+                    smem.out_at[parity][row] = out_row(params, info.batch, own);
+                    smem.lse_at[parity][row] = lse_row(params, info.batch, own);
+                }
             }
             if (!query.is_tma)
                 copy_query_rows<N>(params, q, info, lane);

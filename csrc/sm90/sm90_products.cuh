@@ -52,16 +52,16 @@ static __device__ __forceinline__ void load_values(uint32_t (&a)[4][4], const ui
     }
 }
 
-/* Starts t = V^T P^T of one m tile over 128 tokens, for COLUMNS rows of P from `p` on. */
-template <int COLUMNS>
-static __device__ __forceinline__ void start_output(float (&t)[COLUMNS / 2],
-                                                    const uint32_t (&a)[4][4], uint32_t p) {
-    const uint64_t p_panel = panel_descriptor(p);
+/* Starts t = V^T P^T of one m tile over 128 tokens. */
+template <int N>
+static __device__ __forceinline__ void start_output(float (&t)[N / 2], const uint32_t (&a)[4][4],
+                                                    uint32_t p) {
+    const uint64_t rows = panel_descriptor(p);
     hold_registers(t);
     wgmma_fence();
 #pragma unroll
     for (int step = 0; step < 4; step++)
-        wgmma_e4m3<COLUMNS>::rs(t, a[step], p_panel + 2 * step, step != 0);
+        wgmma_e4m3<N>::rs(t, a[step], rows + 2 * step, step != 0);
     wgmma_commit();
 }
 
@@ -83,49 +83,37 @@ static __device__ __forceinline__ void compute_scores(float (&s)[N / 2], uint32_
     }
 }
 
-/* o = o * rescale + t for COLUMNS rows of one m tile, from row `first` on. */
-template <int N, int COLUMNS>
-static __device__ __forceinline__ void add_output(float (&o)[N / 2], const float (&t)[COLUMNS / 2],
-                                                  int first, const float *rescale, uint32_t lane) {
+/* o = o * rescale + t for one m tile. */
+template <int N>
+static __device__ __forceinline__ void add_output(float (&o)[N / 2], float (&t)[N / 2],
+                                                  const float *rescale, uint32_t lane) {
+    hold_registers(t);
 #pragma unroll
-    for (int j = 0; j < COLUMNS / 8; j++) {
-        const int at = first / 8 + j;
+    for (int j = 0; j < N / 8; j++) {
         const float2 factor = *reinterpret_cast<const float2 *>(
-            &rescale[(lane & 3) * sm90_smem<N>::PITCH + 2 * at]);
+            &rescale[(lane & 3) * sm90_smem<N>::PITCH + 2 * j]);
 #pragma unroll
         for (int i = 0; i < 4; i++)
-            o[4 * at + i] = fmaf(o[4 * at + i], i & 1 ? factor.y : factor.x, t[4 * j + i]);
+            o[4 * j + i] = fmaf(o[4 * j + i], i & 1 ? factor.y : factor.x, t[4 * j + i]);
     }
 }
 
-/* O += V^T P^T of a tile. With 64 rows in two halves, so that there are registers for the products
- * of two: one runs while the other is added. */
+/* O = O * rescale + V^T P^T of a tile. */
 template <int N>
 static __device__ __forceinline__ void accumulate(float (&o)[M_TILES][N / 2],
                                                   const uint32_t (&latent)[2], uint32_t p,
                                                   const float *rescale, uint32_t warp,
                                                   uint32_t lane) {
-    constexpr int PARTS = N > 48 ? 2 : 1, COLUMNS = N / PARTS, UNITS = M_TILES * PARTS;
     uint32_t a[2][4][4];
-    float t[2][COLUMNS / 2];
     load_values(a[0], latent, 0, warp, lane);
 #pragma unroll
-    for (int unit = 0; unit <= UNITS; unit++) {
-        const int m = unit / PARTS, done = unit - 1;
-        if (unit < UNITS)
-            start_output<COLUMNS>(t[unit & 1], a[m & 1], p + unit % PARTS * COLUMNS * 128);
-        if (unit > 0) {
-            if (unit < UNITS)
-                wgmma_wait<1>();
-            else
-                wgmma_wait<0>();
-            hold_registers(t[done & 1]);
-        }
-        if (unit % PARTS == 0 && m + 1 < M_TILES)
+    for (int m = 0; m < M_TILES; m++) {
+        float t[N / 2];
+        start_output<N>(t, a[m & 1], p);
+        if (m + 1 < M_TILES)
             load_values(a[(m + 1) & 1], latent, m + 1, warp, lane);
-        if (unit > 0)
-            add_output<N, COLUMNS>(o[done / PARTS], t[done & 1], done % PARTS * COLUMNS, rescale,
-                                   lane);
+        wgmma_wait<0>();
+        add_output<N>(o[m], t, rescale, lane);
     }
 }
 
@@ -146,10 +134,9 @@ accumulate_and_score(float (&o)[M_TILES][N / 2], float (&s)[N / 2], const uint32
         start_panel_scores<N>(next, m + 1, next_stage, q);
         wgmma_wait<1>();
         hold_registers(s);
-        hold_registers(t);
         if (m + 1 < M_TILES)
             load_values(a, latent, m + 1, warp, lane);
-        add_output<N, N>(o[m], t, 0, rescale, lane);
+        add_output<N>(o[m], t, rescale, lane);
         wgmma_wait<0>();
         hold_registers(next);
 #pragma unroll
