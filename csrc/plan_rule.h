@@ -38,12 +38,12 @@ enum {
  * measurements or estimated, to be tuned again on the finished kernels. */
 enum {
     KBMLA_PLAN_MEMORY_NS = 2116,    /* [m] 128 tokens for each of 132 SMs at 4.6 TB/s */
-    KBMLA_PLAN_COMPUTE_NS = 1024,   /* [d] main loop over 128 tokens, line through the clocks */
-    KBMLA_PLAN_COMPUTE_ROW_NS = 19, /* [d] ... measured at 16 to 64 query rows of a CTA */
-    KBMLA_PLAN_SWITCH_NS = 650,     /* [d] between two entries: drain, query, first KV tile */
+    KBMLA_PLAN_COMPUTE_NS = 1150,   /* [d] main loop over 128 tokens, line through the clocks */
+    KBMLA_PLAN_COMPUTE_ROW_NS = 35, /* [d] ... measured at 16 to 64 query rows of a CTA */
+    KBMLA_PLAN_SWITCH_NS = 2600,    /* [d] between two entries: drain, query, first KV tile */
     KBMLA_PLAN_STORE_ALL_NS = 56,   /* [m] FP32 partial row, 2 KB, while all SMs store: 36 GB/s */
     KBMLA_PLAN_STORE_ROW_NS = 28,   /* [d] ... while at most half of them do */
-    KBMLA_PLAN_REDUCE_NS = 600,     /* [d] a reduce with work against one without */
+    KBMLA_PLAN_REDUCE_NS = 1600,    /* [d] a reduce with work against one without */
     KBMLA_PLAN_REDUCE_ROW_PS = 410  /* [d] FP32 partial row at 5 TB/s; 4 to 6.8 measured */
 };
 

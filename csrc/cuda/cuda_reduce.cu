@@ -236,7 +236,8 @@ extern "C" kbmla_status kbmla_cuda_reduce(const kbmla_config *config, const kbml
     params.tail = sizes->list_len - config->max_requests;
     params.partial_fp16 = config->partial_fp16;
     params.output_scale = (float)args->output_scale;
-    const bool is_wide = config->reducer_d_tiles == 2;
+    const bool is_wide = config->reducer_d_tiles == 2 &&
+                         (int64_t)args->num_requests * sizes->rows * 4 <= 2 * device.num_sms;
     const void *kernel = is_wide ? reinterpret_cast<const void *>(cuda_reduce_kernel<4>)
                                  : reinterpret_cast<const void *>(cuda_reduce_kernel<1>);
     const int32_t wave = device.num_sms * (is_wide ? (int32_t)reduce_shape<4>::BLOCKS_PER_SM
