@@ -66,9 +66,7 @@ def backend_of(device: torch.device, backend: str | None = None) -> str:
     if backend is None:
         return found[0]
     if backend not in found:
-        raise NotImplementedError(
-            f"backend: expected one of {found} on {device}, got {backend!r}"
-        )
+        raise NotImplementedError(f"backend: expected one of {found} on {device}, got {backend!r}")
     return backend
 
 

@@ -22,10 +22,6 @@
 
 /* ------------------------------------------------------------------ producers */
 
-static __device__ __forceinline__ void fill_16(uint32_t smem, uint32_t word) {
-    asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(smem), "r"(word) : "memory");
-}
-
 /* Copies ROWS rows of a tile, from `first` on, into the ring. Lane l holds in `row` the address of
  * row first + l % ROWS: 0 for a token past the end, whose slot is zero-filled, and 1 for one on a
  * page that does not exist, which reads as NaN. */
@@ -55,9 +51,9 @@ static __device__ __forceinline__ void copy_rows(uint64_t row, uint32_t first, u
             if (lane < 4)
                 cp_async_16(rope_to, (const uint8_t *)from + KBMLA_HEAD_DIM_V + 16 * lane);
         } else {
-            fill_16(to, from == 0 ? 0 : 0x7F7F7F7Fu);
+            store_shared_16(to, from == 0 ? 0 : 0x7F7F7F7Fu);
             if (lane < 4)
-                fill_16(rope_to, from == 0 ? 0 : 0x7F7F7F7Fu);
+                store_shared_16(rope_to, from == 0 ? 0 : 0x7F7F7F7Fu);
         }
     }
 }

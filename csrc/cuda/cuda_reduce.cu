@@ -2,11 +2,13 @@
  * Merge of split requests, one kernel for every GPU backend: out = sum of w_i O_i / sum of w_i with
  * w_i = 2^(lse_i - max lse), per row and in blocks of the 512 columns.
  *
- * The grid is fixed and knows nothing of the lengths: each block first lists the split requests
- * (their counts after normalisation, as decode saw them), then takes (row, columns) pairs of these,
- * a grid apart. Within a block warp w sums splits w, w + 8, ... in ascending order and warp 0's
- * threads add the eight sums in order, so a result depends neither on the number of blocks nor on
- * the columns of a block. The first partials are loaded before the weights are known.
+ * The grid knows nothing of the lengths: each block first lists the split requests (their counts
+ * after normalisation, as decode saw them), then takes (row, columns) pairs of these, a grid apart.
+ * Up to 8 splits are summed in ascending order. Of more, team t of 16 lanes sums splits t, t + 16,
+ * ... in ascending order, against the maximum over its warp's two teams, and the sixteen sums are
+ * added in order: a result depends neither on the number of blocks nor on their columns. Partials are
+ * loaded before their weights are known, and what a task needs of its index is worked out while
+ * others wait for memory.
  */
 #include "cuda_launch.h"
 #include "cuda_ptx.cuh"
@@ -15,110 +17,222 @@
 
 #include <cuda_bf16.h>
 
-enum { WARPS = 8, THREADS = 32 * WARPS };
-
-/* One band of 512 columns per row, or, for few rows, two of 256, each shared by two blocks: a block
- * of a much split row then reads 64 KB, not 262, with all of a warp's loads in flight at once. */
-template <int COLUMN_BLOCKS> struct reduce_shape {
-    enum {
-        BLOCKS_PER_SM = COLUMN_BLOCKS == 1 ? 3 : 2,
-        BATCH = COLUMN_BLOCKS == 1 ? 2 : 16,
-        COLUMNS = KBMLA_HEAD_DIM_V / COLUMN_BLOCKS,
-        VECTORS = COLUMNS / 128 /* of 4 columns, in each lane */
-    };
+enum {
+    WARPS = 8,
+    THREADS = 32 * WARPS,
+    FEW = 8,           /* splits of a row that are summed in order, by a warp where rows are many */
+    TEAMS = 2 * WARPS, /* ... of more by a block */
+    LANES = 16,        /* of a team */
+    GROUP = 4          /* splits of a team that are skipped together */
 };
+static const uint32_t FULL_WARP = 0xFFFFFFFFu;
+
+/* The columns of a row are shared by COLUMN_BLOCKS blocks: by several where rows are so few that
+ * SMs would idle; such a block has up to all of a much split row in flight at once. */
+static constexpr int blocks_per_sm(int column_blocks) {
+    return column_blocks == 1 ? 3 : 2;
+}
 
 struct reduce_params {
     kbmla_decode_args args;
     kbmla_sizes sizes;
     int32_t num_heads;
     int32_t tail;
-    int32_t partial_fp16;
     float output_scale;
 };
 
-/* Four columns of a partial row. */
-static __device__ __forceinline__ float4 load_partial(const reduce_params &params, int64_t slot_row,
-                                                      int32_t column) {
-    int64_t at = slot_row * KBMLA_HEAD_DIM_V + column;
-    if (!params.partial_fp16)
-        return *reinterpret_cast<const float4 *>(static_cast<const float *>(params.args.workspace) +
-                                                 at);
-    uint2 bits =
-        *reinterpret_cast<const uint2 *>(static_cast<const __half *>(params.args.workspace) + at);
-    float2 low = __half22float2(*reinterpret_cast<__half2 *>(&bits.x));
-    float2 high = __half22float2(*reinterpret_cast<__half2 *>(&bits.y));
-    return make_float4(low.x, low.y, high.x, high.y);
+/* A row of the split requests, and which of its column blocks. */
+struct reduce_task {
+    int32_t request, q_tile, tile_row, token, head, block;
+};
+
+static __device__ __forceinline__ reduce_task make_task(const reduce_params &params, int32_t index,
+                                                        int32_t column_blocks) {
+    const kbmla_sizes &sizes = params.sizes;
+    reduce_task task;
+    int32_t row = index / column_blocks;
+    task.block = index % column_blocks;
+    task.request = kbmla_div(row, sizes.rows);
+    row -= task.request * sizes.rows;
+    task.q_tile = kbmla_div(row, sizes.q_tile_rows);
+    task.tile_row = row - task.q_tile * sizes.q_tile_rows;
+    task.token = kbmla_div(row, params.num_heads);
+    task.head = row - task.token * params.num_heads;
+    return task;
 }
 
-/* The partials of splits first, first + WARPS, ... of a row; those past `count` are left alone. */
-template <int BATCH, int VECTORS>
-static __device__ __forceinline__ void
-load_batch(const reduce_params &params, int64_t first_row, int32_t rows_per_tile, int32_t column,
-           int32_t first, int32_t count, float4 (&x)[BATCH][VECTORS]) {
+/* A split request, as the blocks list them. */
+struct split_request {
+    int32_t base; /* its first slot; negative: not split */
+    uint32_t batch : 10, planned : 9, count : 9;
+};
+
+static __device__ __forceinline__ split_request find_request(const reduce_params &params,
+                                                             int32_t batch, int64_t max_tokens) {
+    if (batch >= params.args.num_requests)
+        return {-1, 0, 0, 0};
+    const int32_t planned = params.args.counts[batch], length = params.args.lengths[batch];
+    const int32_t element = params.args.work[params.tail + batch];
+    /* A foreign plan may hold any count; slots that there are not are skipped. No && here, or the
+     * loads would wait for one another. */
+    if (!((planned > 1) & (planned <= KBMLA_MAX_SPLITS) & (element < 0) & (length > 0)))
+        return {-1, 0, 0, 0};
+    const int32_t tiles = kbmla_num_tiles(kbmla_clamp_length(length, max_tokens));
+    const int32_t count = kbmla_normalise_count(tiles, planned);
+    const int32_t base =
+        kbmla_checked_base(element, planned, params.sizes.num_q_tiles, params.sizes.max_partials);
+    return {count > 1 ? base : -1, (uint32_t)batch, (uint32_t)planned, (uint32_t)count};
+}
+
+template <typename T> struct alignas(4 * sizeof(T)) quad {
+    T x[4];
+};
+
+/* A team's splits first, first + 1, ... of its `steps`, in groups, so that what is not there costs
+ * nothing. For splits past the last, whose weight is 0, the last one is loaded. */
+template <int BATCH, int VECTORS, typename T>
+static __device__ __forceinline__ void load_batch(const T *partials, int32_t stride, int32_t team,
+                                                  int32_t first, int32_t steps, int32_t count,
+                                                  quad<T> (&x)[BATCH][VECTORS]) {
 #pragma unroll
     for (int i = 0; i < BATCH; i++) {
-        const int32_t split = first + i * WARPS;
-        if (split < count) {
+        if (i % GROUP == 0 && first + i >= steps)
+            break;
+        const int32_t split = kbmla_min(team + (first + i) * TEAMS, count - 1);
+        const T *from = partials + split * stride; /* less than 2^24 */
 #pragma unroll
-            for (int v = 0; v < VECTORS; v++)
-                x[i][v] = load_partial(params, first_row + (int64_t)split * rows_per_tile,
-                                       column + 128 * v);
-        }
+        for (int v = 0; v < VECTORS; v++)
+            x[i][v] = *reinterpret_cast<const quad<T> *>(from + 4 * LANES * v);
     }
 }
 
-/* A split request, as the blocks list them: its first slot, and batch, planned and normalised
- * counts packed (10, 9 and 9 bits). */
-struct split_request {
-    int32_t base;
-    uint32_t packed;
-};
-
-static __device__ __forceinline__ split_request pack_request(int32_t base, int32_t batch,
-                                                             int32_t planned, int32_t count) {
-    return {base, (uint32_t)batch << 18 | (uint32_t)planned << 9 | (uint32_t)count};
+/* Maximum over the lanes; NaN if one of them is. */
+static __device__ __forceinline__ float lane_max(float value) {
+    int32_t bits = __float_as_int(value != value ? NAN : value);
+    bits ^= bits >> 31 & INT32_MAX; /* ordered as the floats are, NaN above all */
+    bits = __reduce_max_sync(FULL_WARP, bits);
+    return __int_as_float(bits ^ (bits >> 31 & INT32_MAX));
 }
 
-template <int COLUMN_BLOCKS>
-static __global__ void __launch_bounds__(THREADS, reduce_shape<COLUMN_BLOCKS>::BLOCKS_PER_SM)
-    cuda_reduce_kernel(const __grid_constant__ reduce_params params) {
-    using shape = reduce_shape<COLUMN_BLOCKS>;
-    constexpr int BATCH = shape::BATCH, VECTORS = shape::VECTORS;
-    __shared__ split_request requests[KBMLA_MAX_REQUESTS]; /* ascending */
-    __shared__ int32_t warp_total[WARPS];
-    __shared__ float weight[KBMLA_MAX_SPLITS];
-    __shared__ float warp_stat[WARPS];
-    __shared__ float warp_weight[WARPS];
-    __shared__ float4 warp_sum[WARPS][VECTORS][32];
+/* 2^(lse - top); 0 of a -inf. */
+static __device__ __forceinline__ float weight_of(float lse, float top) {
+    return exp2_approx(lse - (top == -INFINITY ? 0.0f : top));
+}
+
+/* Where the partials of a row begin, and where it goes. */
+struct reduce_row {
+    int64_t first; /* row of the workspace; its splits are a q tile's rows apart */
+    int64_t out_at;
+    int64_t lse_at;
+};
+
+static __device__ __forceinline__ reduce_row find_row(const reduce_params &params,
+                                                      const split_request &request,
+                                                      const reduce_task &task) {
     const kbmla_decode_args &args = params.args;
-    const int32_t thread = (int32_t)threadIdx.x, lane = thread & 31, warp = thread >> 5;
+    const int32_t batch = (int32_t)request.batch;
+    const int64_t slot =
+        kbmla_partial_slot(request.base, task.q_tile, (int32_t)request.planned, 0);
+    return {slot * params.sizes.q_tile_rows + task.tile_row,
+            batch * args.out_batch_stride + task.token * args.out_token_stride +
+                task.head * args.out_head_stride,
+            batch * args.lse_batch_stride + task.token * args.lse_token_stride +
+                task.head * args.lse_head_stride};
+}
+
+static __device__ __forceinline__ const float *partial_lses(const reduce_params &params,
+                                                            const reduce_row &row) {
+    return reinterpret_cast<const float *>(
+               static_cast<const uint8_t *>(params.args.workspace) +
+               params.sizes.partial_lse_offset) +
+           row.first;
+}
+
+/* A row of `count` <= FEW splits, by lanes that have 4 columns from `column` on and every 128 after
+ * them. A NaN lse makes the row NaN. */
+template <int VECTORS, typename T>
+static __device__ __forceinline__ void merge_few(const reduce_params &params, const reduce_row &row,
+                                                 int32_t count, int32_t column, bool writes_lse) {
+    const kbmla_decode_args &args = params.args;
+    const int32_t tile_rows = params.sizes.q_tile_rows;
+    const float *lse = partial_lses(params, row);
+    const T *from = static_cast<const T *>(args.workspace) + row.first * KBMLA_HEAD_DIM_V + column;
+    float weight[FEW], most = -INFINITY, total = 0.0f;
+    bool is_nan = false;
+#pragma unroll
+    for (int i = 0; i < FEW; i++)
+        weight[i] = i < count ? lse[i * tile_rows] : -INFINITY;
+#pragma unroll
+    for (int i = 0; i < FEW; i++) {
+        most = fmaxf(most, weight[i]);
+        is_nan = is_nan || weight[i] != weight[i];
+    }
+#pragma unroll
+    for (int i = 0; i < FEW; i++)
+        weight[i] = is_nan ? NAN : weight_of(weight[i], most);
+    quad<float> sum[VECTORS] = {};
+#pragma unroll
+    for (int first = 0; first < FEW; first += 2) {
+        if (first >= count)
+            break;
+        quad<T> x[2][VECTORS];
+#pragma unroll
+        for (int i = 0; i < 2; i++)
+#pragma unroll
+            for (int v = 0; v < VECTORS; v++)
+                x[i][v] = *reinterpret_cast<const quad<T> *>(
+                    from + kbmla_min(first + i, count - 1) * tile_rows * KBMLA_HEAD_DIM_V + 128 * v);
+        /* A split of weight 0 is dropped by selection: its partial may be anything. */
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            const float w = weight[first + i];
+            total += w;
+#pragma unroll
+            for (int v = 0; v < VECTORS; v++)
+#pragma unroll
+                for (int c = 0; c < 4; c++)
+                    sum[v].x[c] =
+                        w == 0.0f ? sum[v].x[c] : fmaf(w, (float)x[i][v].x[c], sum[v].x[c]);
+        }
+    }
+    const float scale = total == 0.0f ? 0.0f : __fdividef(params.output_scale, total);
+#pragma unroll
+    for (int v = 0; v < VECTORS; v++) {
+        quad<__nv_bfloat16> merged;
+#pragma unroll
+        for (int c = 0; c < 4; c++)
+            merged.x[c] = __float2bfloat16_rn(sum[v].x[c] * scale);
+        *reinterpret_cast<quad<__nv_bfloat16> *>(args.out + row.out_at + column + 128 * v) = merged;
+    }
+    if (writes_lse)
+        args.lse[row.lse_at] = total == 0.0f ? -INFINITY : most + log2f(total);
+}
+
+template <int COLUMN_BLOCKS, typename T>
+static __global__ void __launch_bounds__(THREADS, blocks_per_sm(COLUMN_BLOCKS))
+    cuda_reduce_kernel(const __grid_constant__ reduce_params params) {
+    constexpr int COLUMNS = KBMLA_HEAD_DIM_V / COLUMN_BLOCKS;
+    constexpr int VECTORS = COLUMNS / (4 * LANES);               /* of 4 columns, in each lane */
+    constexpr int BATCH = COLUMN_BLOCKS == 1 ? 1 : 16 / VECTORS; /* splits of a team in flight */
+    __shared__ split_request requests[KBMLA_MAX_REQUESTS];       /* ascending */
+    __shared__ int32_t warp_total[WARPS];
+    __shared__ float2 warp_stat[WARPS]; /* maximum, sum of weights */
+    __shared__ __align__(16) float team_sum[TEAMS][COLUMNS];
+    const kbmla_decode_args &args = params.args;
+    const int32_t thread = (int32_t)threadIdx.x, lane = thread & 31, warp = uniform(thread >> 5);
+    const int32_t half = lane / LANES, team = warp + WARPS * half;
+    const int32_t rows_per_tile = params.sizes.q_tile_rows;
+    const int64_t max_tokens = args.max_pages * args.page_size;
+    reduce_task task = make_task(params, (int32_t)blockIdx.x, COLUMN_BLOCKS);
 
     grid_dependency_launch();
     grid_dependency_wait();
 
     int32_t num_split = 0;
-    const int64_t max_tokens = args.max_pages * args.page_size;
     for (int32_t first = 0; first < args.num_requests; first += THREADS) {
-        int32_t batch = first + thread;
-        split_request request = {-1, 0};
-        if (batch < args.num_requests) {
-            /* Loaded at once, whether needed or not: one latency instead of two. */
-            int32_t planned = args.counts[batch], element = args.work[params.tail + batch];
-            int32_t length = args.lengths[batch];
-            /* A foreign plan may hold any count; slots that there are not are skipped. */
-            if (planned > 1 && planned <= KBMLA_MAX_SPLITS) {
-                int32_t tiles = kbmla_num_tiles(kbmla_clamp_length(length, max_tokens));
-                int32_t count = kbmla_normalise_count(tiles, planned);
-                if (count > 1)
-                    request =
-                        pack_request(kbmla_checked_base(element, planned, params.sizes.num_q_tiles,
-                                                        params.sizes.max_partials),
-                                     batch, planned, count);
-            }
-        }
+        const split_request request = find_request(params, first + thread, max_tokens);
         const bool is_split = request.base >= 0;
-        uint32_t ballot = __ballot_sync(0xFFFFFFFFu, is_split);
+        const uint32_t ballot = __ballot_sync(FULL_WARP, is_split);
         if (lane == 0)
             warp_total[warp] = __popc(ballot);
         __syncthreads();
@@ -132,96 +246,107 @@ static __global__ void __launch_bounds__(THREADS, reduce_shape<COLUMN_BLOCKS>::B
         __syncthreads();
     }
 
-    const int32_t rows = params.sizes.rows, rows_per_tile = params.sizes.q_tile_rows;
-    const float *partial_lse = reinterpret_cast<const float *>(
-        static_cast<const uint8_t *>(args.workspace) + params.sizes.partial_lse_offset);
-    for (int32_t task = (int32_t)blockIdx.x; task < num_split * rows * COLUMN_BLOCKS;
-         task += (int32_t)gridDim.x) {
-        const int32_t block = task % COLUMN_BLOCKS, row = task / COLUMN_BLOCKS % rows;
-        const split_request request = requests[task / COLUMN_BLOCKS / rows];
-        const int32_t batch = (int32_t)(request.packed >> 18);
-        const int32_t planned = (int32_t)(request.packed >> 9 & 511);
-        const int32_t count = (int32_t)(request.packed & 511);
-        const int64_t first_row =
-            (int64_t)kbmla_partial_slot(request.base, row / rows_per_tile, planned, 0) *
-                rows_per_tile +
-            row % rows_per_tile;
+    if (COLUMN_BLOCKS == 1) {
+        /* Rows of few splits, a warp each; the blocks below pass over them. */
+        for (int32_t at = (int32_t)blockIdx.x * WARPS + warp;; at += (int32_t)gridDim.x * WARPS) {
+            const reduce_task few = make_task(params, at, 1);
+            if (few.request >= num_split)
+                break;
+            const split_request request = requests[few.request];
+            if (request.count <= FEW)
+                merge_few<4, T>(params, find_row(params, request, few), (int32_t)request.count,
+                                4 * lane, args.lse != NULL && lane == 0);
+        }
+    }
 
-        const int32_t column = block * shape::COLUMNS + 4 * lane;
-        float4 x[BATCH][VECTORS] = {};
-        load_batch<BATCH, VECTORS>(params, first_row, rows_per_tile, column, warp, count, x);
+    for (int32_t next = (int32_t)(blockIdx.x + gridDim.x); task.request < num_split;
+         next += (int32_t)gridDim.x) {
+        const split_request request = requests[task.request];
+        const int32_t count = (int32_t)request.count, column = task.block * COLUMNS;
+        const reduce_row row = find_row(params, request, task);
+        const bool writes_lse = args.lse != NULL && task.block == 0 && thread == 0;
+        task = make_task(params, next, COLUMN_BLOCKS);
+        if (count <= FEW) {
+            if (COLUMN_BLOCKS > 1 && thread < COLUMNS / 4)
+                merge_few<1, T>(params, row, count, column + 4 * thread, writes_lse);
+            continue;
+        }
 
-        /* count <= 256 = THREADS: thread i holds split i. A NaN lse makes the row NaN. */
-        float lse =
-            thread < count ? partial_lse[first_row + (int64_t)thread * rows_per_tile] : -INFINITY;
-        float top = lse;
-        bool is_nan = lse != lse;
-        for (int step = 16; step > 0; step >>= 1)
-            top = fmaxf(top, __shfl_xor_sync(0xFFFFFFFFu, top, step));
-        if (lane == 0)
-            warp_stat[warp] = top;
-        is_nan = __syncthreads_or(is_nan);
-        for (int w = 0; w < WARPS; w++)
-            top = fmaxf(top, warp_stat[w]);
-        const float shift = top == -INFINITY ? 0.0f : top;
-        if (thread < count)
-            weight[thread] = is_nan ? NAN : exp2f(lse - shift);
-        __syncthreads();
+        /* count <= 256: lane i of warp w has split w + 8 i. A NaN makes the row NaN. */
+        const int32_t own = warp + lane * WARPS;
+        const float lse = own < count ? partial_lses(params, row)[own * rows_per_tile] : -INFINITY;
+        const int32_t stride = rows_per_tile * KBMLA_HEAD_DIM_V;
+        const int32_t steps = (count - warp + TEAMS - 1) / TEAMS;
+        const T *partials = static_cast<const T *>(args.workspace) + row.first * KBMLA_HEAD_DIM_V +
+                            column + 4 * (lane % LANES);
+        quad<T> x[BATCH][VECTORS];
+        load_batch(partials, stride, team, 0, steps, count, x);
+        const float top = lane_max(lse), weight = weight_of(lse, top);
 
         /* A split of weight 0 is dropped by selection: its partial may be anything. */
-        float4 sum[VECTORS] = {};
+        quad<float> sum[VECTORS] = {};
         float sum_weight = 0.0f;
-        for (int32_t first = warp; first < count; first += BATCH * WARPS) {
+        for (int32_t first = 0; first < steps; first += BATCH) {
 #pragma unroll
             for (int i = 0; i < BATCH; i++) {
-                const int32_t split = first + i * WARPS;
-                const float w = split < count ? weight[split] : 0.0f;
+                if (i % GROUP == 0 && first + i >= steps)
+                    break;
+                const float w = __shfl_sync(FULL_WARP, weight, 2 * (first + i) + half);
                 sum_weight += w;
 #pragma unroll
-                for (int v = 0; v < VECTORS; v++) {
-                    sum[v].x = w == 0.0f ? sum[v].x : fmaf(w, x[i][v].x, sum[v].x);
-                    sum[v].y = w == 0.0f ? sum[v].y : fmaf(w, x[i][v].y, sum[v].y);
-                    sum[v].z = w == 0.0f ? sum[v].z : fmaf(w, x[i][v].z, sum[v].z);
-                    sum[v].w = w == 0.0f ? sum[v].w : fmaf(w, x[i][v].w, sum[v].w);
-                }
-            }
-            load_batch<BATCH, VECTORS>(params, first_row, rows_per_tile, column,
-                                       first + BATCH * WARPS, count, x);
-        }
+                for (int v = 0; v < VECTORS; v++)
 #pragma unroll
-        for (int v = 0; v < VECTORS; v++)
-            warp_sum[warp][v][lane] = sum[v];
+                    for (int c = 0; c < 4; c++)
+                        sum[v].x[c] =
+                            w == 0.0f ? sum[v].x[c] : fmaf(w, (float)x[i][v].x[c], sum[v].x[c]);
+            }
+            if (BATCH * TEAMS < KBMLA_MAX_SPLITS)
+                load_batch(partials, stride, team, first + BATCH, steps, count, x);
+        }
+        sum_weight += __shfl_xor_sync(FULL_WARP, sum_weight, LANES);
         if (lane == 0)
-            warp_weight[warp] = sum_weight;
+            warp_stat[warp] = make_float2(top, sum_weight);
+        if (team < count)
+#pragma unroll
+            for (int v = 0; v < VECTORS; v++)
+                *reinterpret_cast<quad<float> *>(&team_sum[team][4 * (lane % LANES + LANES * v)]) =
+                    sum[v];
         __syncthreads();
 
-        float total = 0.0f;
-        for (int w = 0; w < WARPS; w++)
-            total += warp_weight[w];
-        const int32_t token = row / params.num_heads, head = row % params.num_heads;
-        if (warp < VECTORS) {
-            float4 merged = warp_sum[0][warp][lane];
-            for (int w = 1; w < WARPS; w++) {
-                float4 x = warp_sum[w][warp][lane];
-                merged.x += x.x;
-                merged.y += x.y;
-                merged.z += x.z;
-                merged.w += x.w;
+        if (thread < COLUMNS / 2) { /* two columns each */
+            float2 part[TEAMS], merged = {};
+#pragma unroll
+            for (int t = 0; t < TEAMS; t++)
+                part[t] = t < count ? *reinterpret_cast<float2 *>(&team_sum[t][2 * thread])
+                                    : make_float2(0.0f, 0.0f);
+            float factor[WARPS], most = -INFINITY, total = 0.0f;
+#pragma unroll
+            for (int w = 0; w < WARPS; w++)
+                most = fmaxf(most, warp_stat[w].x);
+#pragma unroll
+            for (int w = 0; w < WARPS; w++) {
+                factor[w] = weight_of(warp_stat[w].x, most);
+                total = fmaf(factor[w], warp_stat[w].y, total);
             }
-            const float scale = total == 0.0f ? 0.0f : params.output_scale / total;
-            __nv_bfloat162 low = __floats2bfloat162_rn(merged.x * scale, merged.y * scale);
-            __nv_bfloat162 high = __floats2bfloat162_rn(merged.z * scale, merged.w * scale);
-            __nv_bfloat16 *to = reinterpret_cast<__nv_bfloat16 *>(args.out) +
-                                batch * args.out_batch_stride + token * args.out_token_stride +
-                                head * args.out_head_stride + column + 128 * warp;
-            *reinterpret_cast<uint2 *>(to) = make_uint2(*reinterpret_cast<uint32_t *>(&low),
-                                                        *reinterpret_cast<uint32_t *>(&high));
+#pragma unroll
+            for (int t = 0; t < TEAMS; t++) {
+                const float w = factor[t % WARPS];
+                merged.x = w == 0.0f ? merged.x : fmaf(w, part[t].x, merged.x);
+                merged.y = w == 0.0f ? merged.y : fmaf(w, part[t].y, merged.y);
+            }
+            const float scale = total == 0.0f ? 0.0f : __fdividef(params.output_scale, total);
+            *reinterpret_cast<__nv_bfloat162 *>(args.out + row.out_at + column + 2 * thread) =
+                __floats2bfloat162_rn(merged.x * scale, merged.y * scale);
+            if (writes_lse)
+                args.lse[row.lse_at] = total == 0.0f ? -INFINITY : most + log2f(total);
         }
-        if (args.lse != NULL && block == 0 && thread == 0)
-            args.lse[batch * args.lse_batch_stride + token * args.lse_token_stride +
-                     head * args.lse_head_stride] = total == 0.0f ? -INFINITY : top + log2f(total);
-        __syncthreads(); /* weight and warp_sum are the next task's */
+        __syncthreads(); /* what the warps left for each other is the next task's */
     }
+}
+
+template <int COLUMN_BLOCKS> static const void *reduce_kernel(int32_t partial_fp16) {
+    return partial_fp16 ? reinterpret_cast<const void *>(cuda_reduce_kernel<COLUMN_BLOCKS, __half>)
+                        : reinterpret_cast<const void *>(cuda_reduce_kernel<COLUMN_BLOCKS, float>);
 }
 
 extern "C" kbmla_status kbmla_cuda_reduce(const kbmla_config *config, const kbmla_sizes *sizes,
@@ -229,23 +354,21 @@ extern "C" kbmla_status kbmla_cuda_reduce(const kbmla_config *config, const kbml
                                           kbmla_error *err) {
     kbmla_cuda_device device;
     FORWARD_IF_ERROR(kbmla_cuda_current_device(&device, err));
-    reduce_params params;
-    params.args = *args;
-    params.sizes = *sizes;
-    params.num_heads = config->num_heads;
-    params.tail = sizes->list_len - config->max_requests;
-    params.partial_fp16 = config->partial_fp16;
-    params.output_scale = (float)args->output_scale;
-    const bool is_wide = config->reducer_d_tiles == 2 &&
-                         (int64_t)args->num_requests * sizes->rows * 4 <= 2 * device.num_sms;
-    const void *kernel = is_wide ? reinterpret_cast<const void *>(cuda_reduce_kernel<4>)
-                                 : reinterpret_cast<const void *>(cuda_reduce_kernel<1>);
-    const int32_t wave = device.num_sms * (is_wide ? (int32_t)reduce_shape<4>::BLOCKS_PER_SM
-                                                   : (int32_t)reduce_shape<1>::BLOCKS_PER_SM);
-    /* No wider than what can be split has rows. */
-    const int64_t most =
-        (int64_t)kbmla_min(sizes->max_extra, args->num_requests) * sizes->rows * (is_wide ? 4 : 1);
+    reduce_params params = {*args, *sizes, config->num_heads,
+                            sizes->list_len - config->max_requests, (float)args->output_scale};
+    /* Rows of what can be split, at most; their columns are shared where one wave takes all. */
+    const int32_t rows = kbmla_min(sizes->max_extra, args->num_requests) * sizes->rows;
+    const int32_t wave = device.num_sms * blocks_per_sm(1);
+    const void *kernel = reduce_kernel<1>(config->partial_fp16);
+    int32_t blocks = kbmla_max(1, kbmla_min(rows, wave));
+    if (8 * rows <= device.num_sms) {
+        kernel = reduce_kernel<8>(config->partial_fp16);
+        blocks *= 8;
+    } else if (2 * rows <= device.num_sms && config->reducer_d_tiles == 2) {
+        kernel = reduce_kernel<4>(config->partial_fp16);
+        blocks *= 4;
+    }
     void *arguments[] = {&params};
-    return kbmla_cuda_launch(kernel, most < wave ? kbmla_max(1, (int32_t)most) : wave, THREADS, 0,
-                             args->pdl != 0 && device.has_pdl, arguments, stream, err);
+    return kbmla_cuda_launch(kernel, blocks, THREADS, 0, args->pdl != 0 && device.has_pdl,
+                             arguments, stream, err);
 }

@@ -75,10 +75,6 @@ template <int GROUPS> static __device__ __forceinline__ void cp_async_wait() {
     asm volatile("cp.async.wait_group %0;" ::"n"(GROUPS) : "memory");
 }
 
-static __device__ __forceinline__ void store_shared_16(uint32_t smem, uint32_t word) {
-    asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(smem), "r"(word) : "memory");
-}
-
 /* ---- matrices of 8x8 16-bit units, registers to shared, transposed */
 
 static __device__ __forceinline__ void stmatrix_x4_trans(uint32_t smem, uint32_t a, uint32_t b,
@@ -149,7 +145,6 @@ template <int N> struct wgmma_e4m3;
 #define WGMMA_OUT_16(d, i) WGMMA_OUT_8(d, i), WGMMA_OUT_8(d, i + 8)
 #define WGMMA_OUT_20(d, i) WGMMA_OUT_16(d, i), WGMMA_OUT_4(d, i + 16)
 #define WGMMA_OUT_24(d, i) WGMMA_OUT_16(d, i), WGMMA_OUT_8(d, i + 16)
-#define WGMMA_OUT_28(d, i) WGMMA_OUT_16(d, i), WGMMA_OUT_12(d, i + 16)
 #define WGMMA_OUT_32(d, i) WGMMA_OUT_16(d, i), WGMMA_OUT_16(d, i + 16)
 
 #define WGMMA_REG_8 "%0, %1, %2, %3, %4, %5, %6, %7"
@@ -187,7 +182,6 @@ DEFINE_WGMMA_E4M3(24, 12, 12, 13, 14, 15, 16, 17);
 DEFINE_WGMMA_E4M3(32, 16, 16, 17, 18, 19, 20, 21);
 DEFINE_WGMMA_E4M3(40, 20, 20, 21, 22, 23, 24, 25);
 DEFINE_WGMMA_E4M3(48, 24, 24, 25, 26, 27, 28, 29);
-DEFINE_WGMMA_E4M3(56, 28, 28, 29, 30, 31, 32, 33);
 DEFINE_WGMMA_E4M3(64, 32, 32, 33, 34, 35, 36, 37);
 
 #endif
