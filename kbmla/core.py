@@ -59,7 +59,7 @@ def as_int(name: str, value: object) -> int:
 
 
 def backend_of(device: torch.device, backend: str | None = None) -> str:
-    """The fastest backend on `device`, or `backend` if that runs there; NotImplementedError if not."""
+    """The fastest backend on `device`, or `backend` if it runs there; else NotImplementedError."""
     if backend not in (None, *BACKENDS):
         raise ValueError(f"backend: expected None or one of {BACKENDS}, got {backend!r}")
     found = _backends_of(device)

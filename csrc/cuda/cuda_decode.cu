@@ -165,8 +165,8 @@ static __device__ void store_rows(const decode_params &params, const work_item &
             }
             int64_t slot_row = partial_row(params, item.slot, item.tile_row, local);
             if (params.partial_fp16) {
-                __half *to =
-                    static_cast<__half *>(params.args.workspace) + slot_row * KBMLA_HEAD_DIM_V + column;
+                __half *to = static_cast<__half *>(params.args.workspace) +
+                             slot_row * KBMLA_HEAD_DIM_V + column;
 #pragma unroll
                 for (int c = 0; c < 4; c++) {
                     __half2 low = __floats2half2_rn(value[c][0], value[c][1]);
@@ -175,8 +175,8 @@ static __device__ void store_rows(const decode_params &params, const work_item &
                         *reinterpret_cast<uint32_t *>(&low), *reinterpret_cast<uint32_t *>(&high));
                 }
             } else {
-                float *to =
-                    static_cast<float *>(params.args.workspace) + slot_row * KBMLA_HEAD_DIM_V + column;
+                float *to = static_cast<float *>(params.args.workspace) +
+                            slot_row * KBMLA_HEAD_DIM_V + column;
 #pragma unroll
                 for (int c = 0; c < 4; c++)
                     *reinterpret_cast<float4 *>(to + 16 * c) =
@@ -214,10 +214,9 @@ static __device__ void consume(const decode_params &params, uint8_t *smem, uint3
 #pragma unroll
             for (int half = 0; half < 2; half++) {
                 int32_t local = 16 * m + 8 * half + (int32_t)(lane >> 2);
-                visible[m][half] =
-                    local < item.rows
-                        ? visible_keys(params, item.batch, item.length, item.first_row + local)
-                        : 0;
+                visible[m][half] = local < item.rows ? visible_keys(params, item.batch, item.length,
+                                                                    item.first_row + local)
+                                                     : 0;
             }
 
         float o[M_TILES][8][4] = {};

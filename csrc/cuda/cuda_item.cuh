@@ -1,6 +1,6 @@
 /*
- * What the decode kernels share around their main loops: their parameters, the walk of a block along
- * the work list, what an entry of it comes to, and where results go.
+ * What the decode kernels share around their main loops: their parameters, the walk of a block
+ * along the work list, what an entry of it comes to, and where results go.
  *
  * A cluster of the plan is a group of `blocks_per_cluster` neighbouring blocks that share a q tile:
  * each takes `block_rows` of its rows over the same KV range.
@@ -83,8 +83,8 @@ struct work_item {
     int32_t rows;      /* rows of this block that exist; may be <= 0 */
 };
 
-/* False for an entry that a stale or foreign plan made and that has nothing to do here. All lanes of a
- * warp call it alike. */
+/* False for an entry that a stale or foreign plan made and that has nothing to do here. All lanes
+ * of a warp call it alike. */
 static __device__ __forceinline__ bool load_item(const decode_params &params,
                                                  const kbmla_tile &tile, work_item &item) {
     if (tile.q_tile >= params.sizes.num_q_tiles)
@@ -104,13 +104,13 @@ static __device__ __forceinline__ bool load_item(const decode_params &params,
     item.length = length;
     item.tile_row = params.block_rows * ((int32_t)blockIdx.x % params.blocks_per_cluster);
     item.first_row = tile.q_tile * params.sizes.q_tile_rows + item.tile_row;
-    item.rows = kbmla_min(kbmla_min(params.sizes.q_tile_rows - item.tile_row,
-                                    params.sizes.rows - item.first_row),
-                          params.block_rows);
+    item.rows = kbmla_min(
+        kbmla_min(params.sizes.q_tile_rows - item.tile_row, params.sizes.rows - item.first_row),
+        params.block_rows);
     item.slot = -1;
     if (range.count > 1) {
-        int32_t base = kbmla_checked_base(tail, planned, params.sizes.num_q_tiles,
-                                          params.sizes.max_partials);
+        int32_t base =
+            kbmla_checked_base(tail, planned, params.sizes.num_q_tiles, params.sizes.max_partials);
         if (base < 0)
             return false;
         item.slot = kbmla_partial_slot(base, tile.q_tile, planned, tile.split);

@@ -12,8 +12,8 @@ static __device__ __forceinline__ uint32_t smem_address(const void *pointer) {
     return (uint32_t)__cvta_generic_to_shared(pointer);
 }
 
-/* A value that all lanes have, as one the compiler may keep in a uniform register: addresses and loop
- * bounds that follow from it cost no registers of the threads. */
+/* A value that all lanes have, as one the compiler may keep in a uniform register: addresses and
+ * loop bounds that follow from it cost no registers of the threads. */
 static __device__ __forceinline__ int32_t uniform(int32_t value) {
     return __shfl_sync(0xFFFFFFFFu, value, 0);
 }

@@ -6,8 +6,8 @@
  * after normalisation, as decode saw them), then takes (row, columns) pairs of these, a grid apart.
  * Up to 8 splits are summed in ascending order. Of more, team t of 16 lanes sums splits t, t + 16,
  * ... in ascending order, against the maximum over its warp's two teams, and the sixteen sums are
- * added in order: a result depends neither on the number of blocks nor on their columns. Partials are
- * loaded before their weights are known, and what a task needs of its index is worked out while
+ * added in order: a result depends neither on the number of blocks nor on their columns. Partials
+ * are loaded before their weights are known, and what a task needs of its index is worked out while
  * others wait for memory.
  */
 #include "cuda_launch.h"
@@ -131,8 +131,7 @@ static __device__ __forceinline__ reduce_row find_row(const reduce_params &param
                                                       const reduce_task &task) {
     const kbmla_decode_args &args = params.args;
     const int32_t batch = (int32_t)request.batch;
-    const int64_t slot =
-        kbmla_partial_slot(request.base, task.q_tile, (int32_t)request.planned, 0);
+    const int64_t slot = kbmla_partial_slot(request.base, task.q_tile, (int32_t)request.planned, 0);
     return {slot * params.sizes.q_tile_rows + task.tile_row,
             batch * args.out_batch_stride + task.token * args.out_token_stride +
                 task.head * args.out_head_stride,
@@ -142,9 +141,8 @@ static __device__ __forceinline__ reduce_row find_row(const reduce_params &param
 
 static __device__ __forceinline__ const float *partial_lses(const reduce_params &params,
                                                             const reduce_row &row) {
-    return reinterpret_cast<const float *>(
-               static_cast<const uint8_t *>(params.args.workspace) +
-               params.sizes.partial_lse_offset) +
+    return reinterpret_cast<const float *>(static_cast<const uint8_t *>(params.args.workspace) +
+                                           params.sizes.partial_lse_offset) +
            row.first;
 }
 
@@ -181,7 +179,8 @@ static __device__ __forceinline__ void merge_few(const reduce_params &params, co
 #pragma unroll
             for (int v = 0; v < VECTORS; v++)
                 x[i][v] = *reinterpret_cast<const quad<T> *>(
-                    from + kbmla_min(first + i, count - 1) * tile_rows * KBMLA_HEAD_DIM_V + 128 * v);
+                    from + kbmla_min(first + i, count - 1) * tile_rows * KBMLA_HEAD_DIM_V +
+                    128 * v);
         /* A split of weight 0 is dropped by selection: its partial may be anything. */
 #pragma unroll
         for (int i = 0; i < 2; i++) {

@@ -1,9 +1,9 @@
 /*
- * Decode for SM90a (H100, H200): FP8 tensor cores on both products, any row count in blocks of up to
- * 64 rows.
+ * Decode for SM90a (H100, H200): FP8 tensor cores on both products, any row count in blocks of up
+ * to 64 rows.
  *
- * wgmma takes E4M3 operands from shared memory only as they lie along K, and a KV row lies along the
- * channels. So both products have tokens or columns as their M side and query rows as N:
+ * wgmma takes E4M3 operands from shared memory only as they lie along K, and a KV row lies along
+ * the channels. So both products have tokens or columns as their M side and query rows as N:
  *
  *     S^T = K Q^T     K of 64 tokens from the ring, Q from shared memory
  *     O^T = V^T P^T   V^T through ldmatrix in registers, P from shared memory
@@ -57,8 +57,9 @@ static __device__ __forceinline__ float finish_row(const decode_params &params,
     const bool is_empty = sum == 0.0f;
     if (writes_lse)
         write_lse(params, item, lse_at, local,
-                  is_empty ? -INFINITY
-                           : log2f(sum) - params.log2_p_scale + maximum * params.softmax_scale_log2);
+                  is_empty
+                      ? -INFINITY
+                      : log2f(sum) - params.log2_p_scale + maximum * params.softmax_scale_log2);
     return is_empty ? 0.0f : (item.slot < 0 ? params.output_scale : 1.0f) / sum;
 }
 
@@ -69,8 +70,8 @@ static __device__ __forceinline__ void
 store_rows(const decode_params &params, const item_info &item, const float (&o)[M_TILES][N / 2],
            const float *factor, const int64_t *out_at, uint32_t consumer_warp, uint32_t lane) {
     const int32_t first_row = 2 * (int32_t)(lane & 3);
-    const int32_t column = (int32_t)(consumer_warp / 4 * V_COLUMNS + consumer_warp % 4 * 16 +
-                                     2 * (lane >> 2));
+    const int32_t column =
+        (int32_t)(consumer_warp / 4 * V_COLUMNS + consumer_warp % 4 * 16 + 2 * (lane >> 2));
     factor += (lane & 3) * sm90_smem<N>::PITCH;
     if (item.slot < 0) {
         __nv_bfloat16 *out = reinterpret_cast<__nv_bfloat16 *>(params.args.out) + column;
@@ -123,7 +124,8 @@ static __device__ __forceinline__ void consume(const decode_params &params, sm90
                    p = smem_address(smem.p), full = smem_address(smem.full_bar),
                    empty = smem_address(smem.empty_bar);
     const float scale = params.softmax_scale_log2;
-    float *const row_max = smem.row_max[consumer_warp], *const rescale = smem.rescale[consumer_warp];
+    float *const row_max = smem.row_max[consumer_warp], *const rescale =
+                                                            smem.rescale[consumer_warp];
     ring_place<N> place = {0}; /* of the first stage of a tile */
 
     for (uint32_t parity = 0;; parity ^= 1) {
@@ -154,8 +156,8 @@ static __device__ __forceinline__ void consume(const decode_params &params, sm90
             if (token + KBMLA_TILE_TOKENS > uniform(item.clean_end)) {
                 const uint32_t first = token + group * STAGE_TOKENS;
                 mask_scores<N>(s, smem.visible[parity], first, warp, lane);
-                clear_values(ring + own_stage(place, group).stage() * STAGE_BYTES, first, end,
-                             warp, lane);
+                clear_values(ring + own_stage(place, group).stage() * STAGE_BYTES, first, end, warp,
+                             lane);
             }
             write_tile_maxima<N>(s, smem.tile_max[consumer_warp], lane);
             /* All maxima are written, and P of the tile before is no longer read. */
@@ -179,8 +181,8 @@ static __device__ __forceinline__ void consume(const decode_params &params, sm90
             } else if constexpr (SCORES_AHEAD) {
                 const ring_place<N> mine = own_stage(place, group);
                 mbarrier_wait(full + 8 * mine.stage(), mine.phase());
-                accumulate_and_score<N>(o, s, latent, p, rescale,
-                                        ring + mine.stage() * STAGE_BYTES, q, warp, lane);
+                accumulate_and_score<N>(o, s, latent, p, rescale, ring + mine.stage() * STAGE_BYTES,
+                                        q, warp, lane);
             }
             __syncwarp();
             if (lane == 0) {
@@ -223,7 +225,8 @@ static __global__ void __launch_bounds__(THREADS, 1)
     sm90_smem<N> &smem = *reinterpret_cast<sm90_smem<N> *>(raw_smem);
     if (threadIdx.x == 0) {
         for (int stage = 0; stage < sm90_smem<N>::STAGES; stage++) {
-            mbarrier_init(smem_address(&smem.full_bar[stage]), maps.pages.is_tma ? 1 : (uint32_t)ROW_WARPS);
+            mbarrier_init(smem_address(&smem.full_bar[stage]),
+                          maps.pages.is_tma ? 1 : (uint32_t)ROW_WARPS);
             mbarrier_init(smem_address(&smem.empty_bar[stage]), CONSUMER_WARPS);
         }
         mbarrier_init(smem_address(&smem.query_full_bar), 1);

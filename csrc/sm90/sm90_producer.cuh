@@ -1,6 +1,7 @@
 /*
  * The producer warps of the SM90 decode: KV tiles into the ring, Q and the items' facts into their
- * buffers. Each walks the work list on its own and runs ahead into the next item; only room stops it.
+ * buffers. Each walks the work list on its own and runs ahead into the next item; only room stops
+ * it.
  *
  * A tile is always two stages, so that both consumer warpgroups pass through all of them; a stage
  * past the end of an item holds whatever was there before.
@@ -88,8 +89,8 @@ static __device__ __forceinline__ void produce_pages(const decode_params &params
                 else
 #pragma unroll 1
                     for (int panel = 0; panel < 4; panel++)
-                        tma_load_4d(to + panel * PANEL_BYTES + row * 128, &pages.latent, 0, page_row,
-                                    panel, page, barrier);
+                        tma_load_4d(to + panel * PANEL_BYTES + row * 128, &pages.latent, 0,
+                                    page_row, panel, page, barrier);
                 tma_load_3d(to + LATENT_BYTES + row * 64, &pages.rope, 0, page_row, page, barrier);
             }
             place = place.next();
@@ -107,14 +108,14 @@ static __device__ __forceinline__ void announce_rows(sm90_smem<N> &smem, ring_pl
     __syncwarp();
     for (; count > 0; count--)
         if (lane == 0)
-            mbarrier_arrive(smem_address(&smem.full_bar[(place.stage() + STAGES - count) % STAGES]));
+            mbarrier_arrive(
+                smem_address(&smem.full_bar[(place.stage() + STAGES - count) % STAGES]));
 }
 
 /* Any page size and stride, row by row: warp w copies rows 32w .. 32w + 31 of a stage, lane l knows
  * where row l of these is: 0 past the end, 1 on a page that does not exist. */
 template <int N>
-static __device__ __forceinline__ void produce_rows(const decode_params &params,
-                                                    sm90_smem<N> &smem,
+static __device__ __forceinline__ void produce_rows(const decode_params &params, sm90_smem<N> &smem,
                                                     uint32_t producer_warp) {
     constexpr int STAGES = sm90_smem<N>::STAGES;
     constexpr int UNROLL = N > 48 ? 1 : 4; /* as registers allow */

@@ -32,10 +32,10 @@ static __device__ __forceinline__ void start_panel_scores(float (&s)[N / 2], int
 }
 
 /*
- * V^T of m tile `m` (64 columns) and all 128 tokens as A fragments, 32 tokens a step. ldmatrix takes
- * the two bytes of neighbouring columns as one unit; what it gives of tokens 0-7 and 8-15 is sorted
- * by column, so rows g and g + 8 of the fragment are columns 2g and 2g + 1. `latent` are the first
- * panels of the warpgroup's columns in the two stages.
+ * V^T of m tile `m` (64 columns) and all 128 tokens as A fragments, 32 tokens a step. ldmatrix
+ * takes the two bytes of neighbouring columns as one unit; what it gives of tokens 0-7 and 8-15 is
+ * sorted by column, so rows g and g + 8 of the fragment are columns 2g and 2g + 1. `latent` are the
+ * first panels of the warpgroup's columns in the two stages.
  */
 static __device__ __forceinline__ void load_values(uint32_t (&a)[4][4], const uint32_t (&latent)[2],
                                                    int m, uint32_t warp, uint32_t lane) {
@@ -90,8 +90,8 @@ static __device__ __forceinline__ void add_output(float (&o)[N / 2], float (&t)[
     hold_registers(t);
 #pragma unroll
     for (int j = 0; j < N / 8; j++) {
-        const float2 factor = *reinterpret_cast<const float2 *>(
-            &rescale[(lane & 3) * sm90_smem<N>::PITCH + 2 * j]);
+        const float2 factor =
+            *reinterpret_cast<const float2 *>(&rescale[(lane & 3) * sm90_smem<N>::PITCH + 2 * j]);
 #pragma unroll
         for (int i = 0; i < 4; i++)
             o[4 * j + i] = fmaf(o[4 * j + i], i & 1 ? factor.y : factor.x, t[4 * j + i]);
@@ -100,10 +100,9 @@ static __device__ __forceinline__ void add_output(float (&o)[N / 2], float (&t)[
 
 /* O = O * rescale + V^T P^T of a tile. */
 template <int N>
-static __device__ __forceinline__ void accumulate(float (&o)[M_TILES][N / 2],
-                                                  const uint32_t (&latent)[2], uint32_t p,
-                                                  const float *rescale, uint32_t warp,
-                                                  uint32_t lane) {
+static __device__ __forceinline__ void
+accumulate(float (&o)[M_TILES][N / 2], const uint32_t (&latent)[2], uint32_t p,
+           const float *rescale, uint32_t warp, uint32_t lane) {
     uint32_t a[2][4][4];
     load_values(a[0], latent, 0, warp, lane);
 #pragma unroll

@@ -9,8 +9,8 @@
 
 #include <cuda.h> /* CUtensorMap, a type only: nothing of the driver is linked */
 
-/* The same value, of which the compiler knows nothing before this point: what follows from it is not
- * computed ahead of a loop and kept in a register. */
+/* The same value, of which the compiler knows nothing before this point: what follows from it is
+ * not computed ahead of a loop and kept in a register. */
 static __device__ __forceinline__ uint32_t from_here(uint32_t value) {
     asm volatile("" : "+r"(value));
     return value;
@@ -29,7 +29,8 @@ static __device__ __forceinline__ void fence_barrier_init() {
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
-/* Orders this thread's plain writes to shared memory before later reads of wgmma (PTX ISA, "Proxies"). */
+/* Orders this thread's plain writes to shared memory before later reads of wgmma (PTX ISA,
+ * "Proxies"). */
 static __device__ __forceinline__ void fence_async_proxy() {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
@@ -79,9 +80,10 @@ template <int GROUPS> static __device__ __forceinline__ void cp_async_wait() {
 
 static __device__ __forceinline__ void stmatrix_x4_trans(uint32_t smem, uint32_t a, uint32_t b,
                                                          uint32_t c, uint32_t d) {
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(smem),
-                 "r"(a), "r"(b), "r"(c), "r"(d)
-                 : "memory");
+    asm volatile(
+        "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(smem),
+        "r"(a), "r"(b), "r"(c), "r"(d)
+        : "memory");
 }
 
 static __device__ __forceinline__ void stmatrix_x2_trans(uint32_t smem, uint32_t a, uint32_t b) {
@@ -161,17 +163,18 @@ template <int N> struct wgmma_e4m3;
         static __device__ __forceinline__ void ss(float (&d)[COUNT], uint64_t a, uint64_t b,       \
                                                   int is_sum) {                                    \
             asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #C ", 0;\n"                          \
-                         "wgmma.mma_async.sync.aligned.m64n" #N "k32.f32.e4m3.e4m3 {"              \
-                         WGMMA_REG_##COUNT "}, %" #A ", %" #B ", p, 1, 1;\n}"                      \
+                         "wgmma.mma_async.sync.aligned.m64n" #N                                    \
+                         "k32.f32.e4m3.e4m3 {" WGMMA_REG_##COUNT "}, %" #A ", %" #B                \
+                                                                 ", p, 1, 1;\n}"                   \
                          : WGMMA_OUT_##COUNT(d, 0)                                                 \
                          : "l"(a), "l"(b), "r"(is_sum));                                           \
         }                                                                                          \
         static __device__ __forceinline__ void rs(float (&d)[COUNT], const uint32_t (&a)[4],       \
                                                   uint64_t b, int is_sum) {                        \
             asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #F ", 0;\n"                          \
-                         "wgmma.mma_async.sync.aligned.m64n" #N "k32.f32.e4m3.e4m3 {"              \
-                         WGMMA_REG_##COUNT "}, {%" #A ", %" #B ", %" #C ", %" #D "}, %" #E         \
-                         ", p, 1, 1;\n}"                                                           \
+                         "wgmma.mma_async.sync.aligned.m64n" #N                                    \
+                         "k32.f32.e4m3.e4m3 {" WGMMA_REG_##COUNT                                   \
+                         "}, {%" #A ", %" #B ", %" #C ", %" #D "}, %" #E ", p, 1, 1;\n}"           \
                          : WGMMA_OUT_##COUNT(d, 0)                                                 \
                          : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(is_sum));       \
         }                                                                                          \

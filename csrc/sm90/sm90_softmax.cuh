@@ -156,9 +156,8 @@ static __device__ __forceinline__ void update_maxima(sm90_smem<N> &smem, float s
         const float2 next = make_float2(grown_maximum(kept.x, seen.x, scale, growth),
                                         grown_maximum(kept.y, seen.y, scale, growth));
         own = next;
-        *reinterpret_cast<float2 *>(&smem.rescale[consumer_warp][position]) =
-            make_float2(exp2_approx((kept.x - next.x) * scale),
-                        exp2_approx((kept.y - next.y) * scale));
+        *reinterpret_cast<float2 *>(&smem.rescale[consumer_warp][position]) = make_float2(
+            exp2_approx((kept.x - next.x) * scale), exp2_approx((kept.y - next.y) * scale));
     }
     __syncwarp();
 }
@@ -170,10 +169,9 @@ static __device__ __forceinline__ void update_maxima(sm90_smem<N> &smem, float s
  * whole per cents of P.
  */
 template <int N>
-static __device__ __forceinline__ void exponentiate(const float (&s)[N / 2], float (&l)[N / 4],
-                                                    const float *row_max, const float *rescale,
-                                                    float scale, float log2_p_scale, uint32_t p,
-                                                    uint32_t consumer_warp, uint32_t lane) {
+static __device__ __forceinline__ void
+exponentiate(const float (&s)[N / 2], float (&l)[N / 4], const float *row_max, const float *rescale,
+             float scale, float log2_p_scale, uint32_t p, uint32_t consumer_warp, uint32_t lane) {
     const uint32_t first = (lane & 3) * sm90_smem<N>::PITCH;
     uint32_t packed[N / 8];
 #pragma unroll

@@ -10,8 +10,9 @@
 #include <cuda.h>
 
 /*
- * Rows of 576 bytes as the layouts of sm90_tile.cuh want them, in boxes of `box_rows` rows. latent is
- * 4D: 128 bytes, row, panel, outer; rope 3D: 64 bytes, row, outer. Rows past the last read as zero.
+ * Rows of 576 bytes as the layouts of sm90_tile.cuh want them, in boxes of `box_rows` rows. latent
+ * is 4D: 128 bytes, row, panel, outer; rope 3D: 64 bytes, row, outer. Rows past the last read as
+ * zero.
  */
 struct sm90_map {
     CUtensorMap latent;

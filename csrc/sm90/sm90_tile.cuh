@@ -73,7 +73,8 @@ template <int N> struct sm90_smem {
     alignas(16) float row_max[CONSUMER_WARPS][POSITIONS];
     alignas(16) float rescale[CONSUMER_WARPS][POSITIONS];
     alignas(16) float row_sum[CONSUMER_WARPS][POSITIONS];
-    /* Of the even and the odd items: keys that a row sees, where it begins in `out` and in `lse`. */
+    /* Of the even and the odd items: keys that a row sees, where it begins in `out` and in `lse`.
+     */
     alignas(16) int32_t visible[2][N];
     int64_t out_at[2][N];
     int64_t lse_at[2][N];
