@@ -43,7 +43,7 @@ endif
 isa_flags = $(if $(findstring avx512,$(1)),$(ISA_avx512),$(if $(findstring avx2,$(1)),$(ISA_avx2)))
 
 .DEFAULT_GOAL := help
-.PHONY: help venv build lib demo test test-c test-py lint format bench clean
+.PHONY: help venv build lib demo test test-c test-py test-vllm lint format bench clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
@@ -124,6 +124,35 @@ test: test-c test-py ## everything that needs no GPU; GPU tests run where there 
 test-py: build
 	$(PYTHON) -m pytest tests $(PYTEST_ARGS)
 
+# ---- vLLM ---------------------------------------------------------------------------------------
+# The adapter against vLLM's real classes, no GPU needed: one environment with what vLLM imports, and
+# each release beside it in a folder of its own.
+
+VLLM_RELEASES ?= 0.33.0 0.26.0
+VLLM_VENV  = .venv-vllm
+VLLM_STAMP = $(BUILD)/env-vllm.stamp
+
+$(VLLM_STAMP): tests/vllm/requirements.txt tests/vllm/requirements-alone.txt
+	@mkdir -p $(BUILD)
+	python3 -m venv $(VLLM_VENV)
+	$(VLLM_VENV)/bin/python -m pip install -q -r tests/vllm/requirements.txt
+	$(VLLM_VENV)/bin/python -m pip install -q --no-deps -r tests/vllm/requirements-alone.txt
+	@touch $@
+
+$(BUILD)/vllm/%.stamp: $(VLLM_STAMP)
+	rm -rf $(BUILD)/vllm/$*
+	$(VLLM_VENV)/bin/python -m pip install -q --no-deps --target $(BUILD)/vllm/$* vllm==$*
+	@touch $@
+
+.PRECIOUS: $(BUILD)/vllm/%.stamp
+
+test-vllm: build $(VLLM_RELEASES:%=$(BUILD)/vllm/%.stamp) ## the vLLM backend against vLLM's own classes
+	@set -e; for release in $(VLLM_RELEASES); do \
+		echo "vLLM $$release"; \
+		PYTHONPATH=$(CURDIR)/$(BUILD)/vllm/$$release:$(CURDIR) \
+			$(VLLM_VENV)/bin/python -m pytest tests/vllm $(PYTEST_ARGS); \
+	done
+
 # ---- torch-free C tests, under sanitizers -------------------------------------------------------
 
 TEST_HEADERS = $(wildcard tests/c/*.h)
@@ -154,7 +183,7 @@ test-c: $(BUILD)/test_core $(BUILD)/test_core_asan ## the torch-free C tests, pl
 
 # ---- the rest -----------------------------------------------------------------------------------
 
-PY_SOURCES = kbmla tests benchmarks tools setup.py
+PY_SOURCES = kbmla tests benchmarks examples tools setup.py
 C_SOURCES  = $(CORE_C) $(HEADERS) $(wildcard csrc/torch/*.cpp) $(wildcard csrc/cuda/*) $(wildcard csrc/sm90/*) $(wildcard tests/c/*.[ch])
 
 lint: venv ## clang-format, ruff, mypy

@@ -1,0 +1,49 @@
+"""vLLM 0.26.0 on kbmla end to end, on one GPU or two. A short table comes last; exit status 1 when
+a line of it fails.
+
+    device.py accuracy [--heads 16 20 64 128]   forced tokens' log-probabilities, to a BF16 cache's
+    device.py dcp [--heads 16 64]               the same on two GPUs: TP 2, and TP 2 with DCP 2
+    device.py schedules [--number 200]          random arrivals, aborts and preemptions
+    device.py speed [--heads 64]                output tokens per second, attention time per step
+    device.py serve                             `vllm serve` and the OpenAI client
+
+pack.sh and unpack.sh bring what is needed to a machine without network. $OUT, if set, gets a JSON
+file of each run's numbers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from device_accuracy import accuracy, dcp, one
+from device_schedules import schedules
+from device_serve import serve
+from device_speed import speed
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parts = parser.add_subparsers(required=True)
+    for function, heads in ((accuracy, [16, 20, 64, 128]), (dcp, [16, 64]), (speed, [64])):
+        part = parts.add_parser(function.__name__)
+        part.add_argument("--heads", type=int, nargs="+", default=heads)
+        part.set_defaults(run=function)
+    part.add_argument("--layers", type=int, default=24)
+    part = parts.add_parser("schedules")
+    part.add_argument("--number", type=int, default=200)
+    part.set_defaults(run=schedules)
+    part = parts.add_parser("serve")
+    part.add_argument("--port", type=int, default=8011)
+    part.set_defaults(run=serve)
+    part = parts.add_parser("one")  # what dcp runs
+    part.add_argument("head_count", type=int)
+    part.add_argument("spec")
+    part.add_argument("answer")
+    part.set_defaults(run=one)
+    arguments = parser.parse_args()
+    return 0 if arguments.run(arguments) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,176 @@
+"""Engines, models and prompts of the runs on a GPU, shared by device_*.py."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from tiny_model import FIRST_TOKEN, VOCABULARY, successor, write_model, write_tokenizer
+
+HERE = Path(__file__).resolve().parent
+# Workers of two GPUs import the logits processor by name.
+os.environ["PYTHONPATH"] = f"{HERE}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+os.environ.update(
+    HF_HUB_OFFLINE="1",
+    VLLM_NO_USAGE_STATS="1",
+    VLLM_DO_NOT_TRACK="1",
+    VLLM_USE_FLASHINFER_SAMPLER="0",
+    VLLM_LOGGING_LEVEL=os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"),
+)
+
+LENGTHS = [3, 17, 64, 65, 130, 700, 1500, 4000, 9000, 30, 31, 32]
+TOKENS = 64
+EAGER = {"enforce_eager": True}
+SIZES = [1, 2, 4, 8, 16, 32]
+DECODE_GRAPHS = {
+    "compilation_config": {
+        "mode": 0,
+        "cudagraph_mode": "FULL_DECODE_ONLY",
+        "cudagraph_capture_sizes": SIZES,
+    }
+}
+# vLLM's default shape: full graphs of decode steps, pieces around attention in mixed ones.
+FULL_GRAPHS = {
+    "compilation_config": {
+        "mode": 3,
+        "backend": "eager",
+        "cudagraph_mode": "FULL_AND_PIECEWISE",
+        "cudagraph_capture_sizes": SIZES,
+    }
+}
+NGRAM = {
+    "speculative_config": {
+        "method": "ngram",
+        "num_speculative_tokens": 3,
+        "prompt_lookup_max": 3,
+        "prompt_lookup_min": 2,
+    }
+}
+MIXED = {"enable_prefix_caching": True, "max_num_batched_tokens": 1024}
+KBMLA = "kbmla"  # stands for the name that the release takes
+
+
+def models() -> Path:
+    return Path(tempfile.gettempdir()) / "kbmla-models"
+
+
+def model(heads: int, layers: int = 3) -> str:
+    """Folder of a tiny model, written when it is first asked for."""
+    path = models() / f"heads{heads}-layers{layers}"
+    if not path.exists():
+        write_model(path, heads, layers)
+        write_tokenizer(path)
+    return str(path)
+
+
+def backend_name() -> str:
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    from kbmla.vllm.releases import backend_name
+
+    return backend_name(AttentionBackendEnum)
+
+
+# Query lengths that kbmla planned in this process, with the number of steps.
+planned: Counter[int] = Counter()
+
+
+def count_plans() -> None:
+    from kbmla.vllm.backend import KbmlaMetadataBuilder
+
+    build = KbmlaMetadataBuilder._build_decode
+
+    def counting(self: Any, **arguments: Any) -> Any:
+        metadata = build(self, **arguments)
+        planned[metadata.query_len] += 1
+        return metadata
+
+    KbmlaMetadataBuilder._build_decode = counting
+
+
+@contextmanager
+def engine(path: str, backend: str, cache: str, **options: Any) -> Iterator[Any]:
+    """An engine in this process (with several GPUs: its workers in others), gone afterwards."""
+    ranks = options.get("tensor_parallel_size", 1)
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0" if ranks == 1 else "1"
+    from vllm import LLM
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    given = {
+        "skip_tokenizer_init": True,
+        "dtype": "bfloat16",
+        "kv_cache_dtype": cache,
+        "block_size": 64,
+        "attention_backend": backend_name() if backend == KBMLA else backend,
+        "max_model_len": 16384,
+        "max_num_seqs": 32,
+        "num_gpu_blocks_override": 1024,
+        "gpu_memory_utilization": 0.2,
+        "enable_prefix_caching": False,
+        "disable_log_stats": False,
+        "seed": 0,
+        **options,
+    }
+    began = time.time()
+    llm = LLM(model=path, **given)
+    print(f"-- {backend} {cache} loaded in {time.time() - began:.1f} s", flush=True)
+    try:
+        yield llm
+    finally:
+        llm.llm_engine.engine_core.shutdown()
+        del llm
+        gc.collect()
+        cleanup_dist_env_and_memory()
+
+
+def metric(llm: Any, name: str) -> float:
+    return sum(one.value for one in llm.get_metrics() if one.name == name)
+
+
+def save(name: str, content: Any) -> None:
+    if os.environ.get("OUT"):
+        Path(os.environ["OUT"], f"{name}.json").write_text(json.dumps(content))
+
+
+def print_table(head: list[str], rows: list[list[Any]]) -> None:
+    cells = [head, *[[str(cell) for cell in row] for row in rows]]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(head))]
+    print()
+    for row in cells:
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)))
+
+
+def cycle(token: int, count: int) -> list[int]:
+    tokens = []
+    for _ in range(count):
+        tokens.append(token)
+        token = successor(token)
+    return tokens
+
+
+def prompts(loop: bool) -> list[list[int]]:
+    """Random prompts of LENGTHS tokens; with `loop`, each ends on a few rounds of its cycle, as the
+    model goes on and n-gram speculation expects."""
+    generator = torch.Generator().manual_seed(5)
+    made = []
+    for length in LENGTHS:
+        tokens = torch.randint(FIRST_TOKEN, VOCABULARY, (length,), generator=generator).tolist()
+        tail = min(length, 24) if loop else 0
+        made.append(tokens[: length - tail] + cycle(tokens[0], tail))
+    return made
+
+
+def speculative_graphs() -> dict[str, Any]:
+    """Graphs of verification steps: four query tokens per request."""
+    settings = dict(DECODE_GRAPHS["compilation_config"])
+    settings["cudagraph_capture_sizes"] = [4 * size for size in SIZES]
+    return {"compilation_config": settings, **NGRAM}
