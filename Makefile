@@ -43,7 +43,7 @@ endif
 isa_flags = $(if $(findstring avx512,$(1)),$(ISA_avx512),$(if $(findstring avx2,$(1)),$(ISA_avx2)))
 
 .DEFAULT_GOAL := help
-.PHONY: help venv build lib demo test test-c test-py test-vllm lint format bench clean
+.PHONY: help venv build lib demo test test-c test-py test-vllm sanitize lint format bench clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
@@ -147,11 +147,17 @@ $(BUILD)/vllm/%.stamp: $(VLLM_STAMP)
 .PRECIOUS: $(BUILD)/vllm/%.stamp
 
 test-vllm: build $(VLLM_RELEASES:%=$(BUILD)/vllm/%.stamp) ## the vLLM backend against vLLM's own classes
+	@$(PYTHON) setup.py -q egg_info # where the entry point is found beside the sources
 	@set -e; for release in $(VLLM_RELEASES); do \
 		echo "vLLM $$release"; \
 		PYTHONPATH=$(CURDIR)/$(BUILD)/vllm/$$release:$(CURDIR) \
 			$(VLLM_VENV)/bin/python -m pytest tests/vllm $(PYTEST_ARGS); \
 	done
+
+# ---- GPU ----------------------------------------------------------------------------------------
+
+sanitize: build ## the kernels under compute-sanitizer's four tools; needs a GPU
+	PYTHON=$(PYTHON) tests/device.sh sanitize
 
 # ---- torch-free C tests, under sanitizers -------------------------------------------------------
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from . import picture, reference, workloads
 from ._lib import build_info
 from .balanced import BalancedMla, supported
-from .core import P_SCALE
+from .core import P_SCALE, backend_of
 
 __all__ = [
     "LSE_BOUND",
@@ -291,9 +291,11 @@ def demo(
             query = step.batch.query
             inputs = (query, batch.cache, batch.block_table, batch.lengths, step.scales)
             truth = reference.attention(*inputs)
-            step_keys = 64 if batch.cache.is_cuda else 128
             rule, _ = reference.e4m3_model(
-                *inputs, counts=torch.tensor(counts), p_scale=P_SCALE, step=step_keys
+                *inputs,
+                counts=torch.tensor(counts),
+                p_scale=P_SCALE,
+                step=reference.STEP_TOKENS[backend_of(batch.cache.device)],
             )
             result = check(step.out, step.lse, *truth, rule)
             good &= result.within_bounds

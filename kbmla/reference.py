@@ -21,14 +21,25 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["attention", "e4m3_model", "local_length", "merge", "visible_keys"]
+__all__ = [
+    "STEP_TOKENS",
+    "attention",
+    "e4m3_model",
+    "fp22_products",
+    "local_length",
+    "merge",
+    "visible_keys",
+]
 
 HEAD_DIM_V = 512
 TILE_TOKENS = 128
+# Keys that share a look at the row maximum, by backend; divisors of a tile.
+STEP_TOKENS = {"cpu": 128, "cuda": 64, "sm90": 128}
 MAX_SPLITS = 256
 E4M3_MAX = 448.0
 LOG2E = math.log2(math.e)
 _CHUNK_TOKENS = 16384
+_FP22_CHUNK_PAIRS = 1 << 19
 
 
 def local_length(total: int, cp: tuple[int, int, int]) -> int:
@@ -103,11 +114,63 @@ def _requests(
     return found
 
 
-def _scores(queries: Tensor, cache: Tensor, table: Tensor, visible: Tensor, length: int) -> Tensor:
-    """Products [rows, length] of scaled float64 queries and a request's keys; -inf if hidden."""
+def _binade(x: Tensor) -> Tensor:
+    """The largest power of two that is at most |x|, exactly; 0 of 0."""
+    mantissa, _ = torch.frexp(x)
+    return torch.where(x == 0, 0.0, x / mantissa / 2)
+
+
+def _cut(x: Tensor, unit: Tensor) -> Tensor:
+    """x without its part below `unit`, towards zero. Where unit is 0, x is."""
+    unit = unit.clamp_min(2.0**-1000)
+    return torch.trunc(x / unit) * unit
+
+
+def fp22_products(queries: Tensor, keys: Tensor) -> Tensor:
+    """queries @ keys.T as the FP8 tensor cores of SM90 compute it, and csrc/sm90 uses them.
+
+    One wgmma step adds 32 products to an accumulator. All 33 numbers lose what is below 2^-13 of
+    the largest one's binade, towards zero; so does their sum, of its own. The binade of a product
+    is that of its factors' binades, and a subnormal factor counts as 2^-6. Panels of 128 channels
+    are summed apart and then added in FP32.
+
+    Args:
+        queries: [rows, 576] float64, values of E4M3, and so [n, 576] keys.
+
+    Returns:
+        [rows, n] float64.
+    """
+    total = queries.new_zeros(queries.shape[0], keys.shape[0])
+    q_binade, k_binade = (_binade(x).clamp_min(2.0**-6) * (x != 0) for x in (queries, keys))
+    for panel in range(0, queries.shape[1], 128):
+        held = torch.zeros_like(total)
+        for step in range(panel, min(panel + 128, queries.shape[1]), 32):
+            at = slice(step, step + 32)
+            largest = (q_binade[:, None, at] * k_binade[:, at]).amax(dim=2)
+            unit = torch.maximum(largest, _binade(held)) * 2.0**-13
+            products = _cut(queries[:, None, at] * keys[:, at], unit[:, :, None])
+            held = _cut(held, unit) + products.sum(dim=2)
+            held = _cut(held, _binade(held) * 2.0**-13)
+        total = (total + held).float().double()
+    return total
+
+
+def _scores(
+    queries: Tensor,
+    scale: float,
+    cache: Tensor,
+    table: Tensor,
+    visible: Tensor,
+    length: int,
+    fp22: bool,
+) -> Tensor:
+    """scale * queries @ keys.T of a request, [rows, length] float64; -inf if hidden."""
     scores = queries.new_empty(queries.shape[0], length)
-    for begin, end in _chunks(0, length):
-        scores[:, begin:end] = queries @ _rows(cache, table, begin, end).T
+    most = max(1, _FP22_CHUNK_PAIRS // queries.shape[0]) if fp22 else _CHUNK_TOKENS
+    for begin in range(0, length, most):
+        keys = _rows(cache, table, begin, min(begin + most, length))
+        part = fp22_products(queries, keys) if fp22 else queries @ keys.T
+        scores[:, begin : begin + most] = part * scale
     hidden = torch.arange(length, device=queries.device) >= visible[:, None]
     return scores.masked_fill_(hidden, -math.inf)
 
@@ -122,8 +185,12 @@ def attention(
     totals: Tensor | None = None,
     cp: tuple[int, int, int] = (1, 0, 1),
     causal: bool = True,
+    fp22: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """The exact result, of the dequantised inputs.
+
+    Args:
+        fp22: take the scores from `fp22_products`, whose error moves an lse by about 2e-4.
 
     Returns:
         out [B, q, heads, 512] float64 and lse [B, q, heads] float64 in base 2. A row that sees no
@@ -138,8 +205,9 @@ def attention(
     lse = torch.full((batch, q, heads), -math.inf, dtype=torch.float64, device=query.device)
     requests = _requests(query, cache, block_table, lengths, totals, cp, causal)
     for b, (length, visible) in enumerate(requests):
-        queries = query[b].reshape(q * heads, -1).double() * (softmax_scale * LOG2E)
-        scores = _scores(queries, cache, block_table[b], visible, length)
+        queries = query[b].reshape(q * heads, -1).double()
+        scale = softmax_scale * LOG2E
+        scores = _scores(queries, scale, cache, block_table[b], visible, length, fp22)
         # logsumexp is the natural one: ln 2 and back.
         row_lse = torch.logsumexp(scores * math.log(2), dim=1) * LOG2E
         weights = torch.exp2(scores - row_lse.nan_to_num(neginf=0.0)[:, None])
@@ -230,6 +298,7 @@ def e4m3_model(
     counts: Tensor | None = None,
     p_scale: float = 1.0,
     step: int = TILE_TOKENS,
+    fp22: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """The kernels' result but for FP32 and BF16 rounding: what E4M3 probabilities alone cost.
 
@@ -240,8 +309,8 @@ def e4m3_model(
     Args:
         counts: [>= B] int32 splits per request; None is one split each.
         p_scale: power of two in 1..256.
-        step: keys that share a look at the maximum, a divisor of 128: all 128 of a tile on the CPU,
-            64 in the portable CUDA kernel.
+        step: keys that share a look at the maximum, a divisor of 128: `STEP_TOKENS`.
+        fp22: take the scores from `fp22_products`, as backend "sm90" does.
 
     Returns:
         As `attention`.
@@ -262,8 +331,9 @@ def e4m3_model(
     lse = torch.empty(batch, q, heads, dtype=torch.float64, device=query.device)
     requests = _requests(query, cache, block_table, lengths, totals, cp, causal)
     for b, (length, visible) in enumerate(requests):
-        queries = query[b].reshape(q * heads, -1).double() * (softmax_scale * LOG2E)
-        scores = _scores(queries, cache, block_table[b], visible, length)
+        queries = query[b].reshape(q * heads, -1).double()
+        scale = softmax_scale * LOG2E
+        scores = _scores(queries, scale, cache, block_table[b], visible, length, fp22)
         outs, lses = [], []
         count = 1 if counts is None else int(counts[b])
         for first, last in _split_ranges(-(-length // TILE_TOKENS), count):

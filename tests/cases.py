@@ -32,6 +32,35 @@ SCALES = (0.06, 1.75)
 NO_CP = (1, 0, 1)
 
 
+# ---------------------------------------------------------------------------- backends
+
+preferred: str | None = None  # the session's, where it is not the device's fastest
+
+
+def prefer_backend(name: str | None) -> None:
+    """Makes `name` the default of every device that has it. Once per process; None does nothing."""
+    global preferred
+    if name is None:
+        return
+    assert preferred is None
+    preferred, known = name, kbmla_core._backends_of
+
+    def preferred_first(device: torch.device) -> tuple[str, ...]:
+        return tuple(sorted(known(device), key=lambda backend: backend != name))
+
+    kbmla_core._backends_of = preferred_first
+
+
+def backend_on(device: torch.device | str) -> str:
+    """The backend of a core on `device` that names none."""
+    return kbmla_core.backend_of(kbmla_core.as_device(device))
+
+
+def has_fp22_scores(device: torch.device | str) -> bool:
+    """Whether scores there are those of `reference.fp22_products` and not FP32 sums."""
+    return backend_on(device) == "sm90"
+
+
 # ---------------------------------------------------------------------------- rows of a request
 
 
@@ -431,7 +460,8 @@ def in_child(module: str, function: str, *args, seconds: int = 20, env: dict | N
     stack of every thread in the error. Arguments travel as their repr.
     """
     code = (
-        f"import faulthandler, {module} as m; faulthandler.enable()\n"
+        f"import faulthandler, cases, {module} as m; faulthandler.enable()\n"
+        f"cases.prefer_backend({preferred!r})\n"
         f"faulthandler.dump_traceback_later({seconds}, exit=True)\n"
         f"m.{function}(*{args!r})\nfaulthandler.cancel_dump_traceback_later()\n"
     )

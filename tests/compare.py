@@ -26,6 +26,22 @@ BF16_NORM = 2**-7 / math.sqrt(12) * math.sqrt(3 / (8 * math.log(2)))
 # log2. The sum uses unrounded P, so only FP32 rounding of the score (576 products, |score| up to
 # some hundreds) and of exp2 remain.
 LSE_BOUND = 2e-3
+# Backend "sm90" alone: its scores are `reference.fp22_products`. Of each number added what is below
+# 2^-13 of the largest one's binade is lost, at random below one unit, so the error of a Gaussian
+# score follows from the rule by counting: 2,000,000 emulated ones, in log2 at a softmax scale of
+# 192^-0.5, err by 3.0e-4 rms, one in 10^4 by more than 1.9e-3, one in 10^5 by 2.6e-3, the worst by
+# 3.5e-3, or 0.7e-3 a decade: one in 10^8 by 4.7e-3. Errors scale with the softmax scale. Truncation
+# pulls towards zero: by 2e-4 where the weights are. So an lse, the mean of its keys' errors by
+# weight, is 1e-4 low for many keys, and stays within LSE_BOUND from 128 keys on (emulated: 1.3e-4
+# rms, 7e-4 at worst of 6,250 rows at 0.06); of fewer keys one score can be all there is.
+FP22_SCALE = 192**-0.5
+FP22_SCORE_RMS = 3.0e-4
+FP22_SCORE_MAX = 5e-3
+FP22_MANY_KEYS = 128
+# P from such a score is off by 2^error, 2e-4 rms: nothing beside the 0.0265 of its rounding, which
+# NORM_BOUND is for. O is summed with the same 13 bits, 64 or 128 tokens at a time: 1.1e-4 to 2.9e-4
+# of its norm (emulated), against BF16's 1.66e-3. That changes 5 to 6.5 % of the BF16 roundings.
+FP22_OTHER_BITS = 0.05
 # P all powers of two: exact in E4M3 and in FP32. What is left is the rounding to BF16 (2^-9 of the
 # value) and a few FP32 roundings, together below 2^-8; log2 of an exact sum is good to 1e-4.
 PROBE_REL = 2**-8
@@ -89,9 +105,10 @@ def assert_result(
     *,
     norm: float = NORM_BOUND,
     row: float = ROW_BOUND,
-    lse_bound: float = LSE_BOUND,
+    lse_bound: float | torch.Tensor = LSE_BOUND,
 ) -> None:
-    """Compares a result with a float64 one: empty rows, whole error norm, worst row, worst lse."""
+    """Compares a result with a float64 one: empty rows, whole error norm, worst row, worst lse.
+    `lse_bound` is one for all or [B, q, heads]."""
     out, lse = out.detach().cpu().double(), lse.detach().cpu().double()
     ref_out, ref_lse = ref_out.detach().cpu().double(), ref_lse.detach().cpu().double()
     assert out.shape == ref_out.shape
@@ -145,18 +162,61 @@ def assert_probe(
     )
 
 
-def truth(batch: Batch, causal: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
-    """Float64 attention of a batch, on the CPU."""
+def truth(
+    batch: Batch, causal: bool = True, *, fp22: bool = False, on: torch.device | str = "cpu"
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Float64 attention of a batch, computed on the CPU or where it is asked for; with `fp22` from
+    the scores that backend "sm90" has."""
     return reference.attention(
-        batch.query.cpu(),
-        batch.cache.cpu(),
-        batch.block_table.cpu(),
-        batch.lengths.cpu(),
+        batch.query.to(on),
+        batch.cache.to(on),
+        batch.block_table.to(on),
+        batch.lengths.to(on),
         batch.scales,
-        totals=None if batch.totals is None else batch.totals.cpu(),
+        totals=None if batch.totals is None else batch.totals.to(on),
         cp=batch.cp,
         causal=causal,
+        fp22=fp22,
     )
+
+
+def fp22_score_error(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    """The most by which `reference.fp22_products` [rows, n] can differ from queries @ keys.T.
+
+    A step loses less than a unit of each of its 33 numbers and one of their sum's units, 2^-13 of
+    binades that the magnitudes bound: of the products by their factors, of the sums by the sum of
+    all magnitudes. The panels' FP32 additions lose 2^-24 of that each.
+    """
+    sizes = [reference._binade(x).clamp_min(2.0**-6) * (x != 0) for x in (queries, keys)]
+    error = queries.new_zeros(queries.shape[0], keys.shape[0])
+    total = torch.zeros_like(error)
+    for panel in range(0, 576, 128):
+        held = torch.zeros_like(error)
+        for step in range(panel, min(panel + 128, 576), 32):
+            at = slice(step, step + 32)
+            largest = (sizes[0][:, None, at] * sizes[1][:, at]).amax(dim=2)
+            unit = torch.maximum(largest, reference._binade(held))
+            held += queries[:, at].abs() @ keys[:, at].abs().T
+            error += 2.0**-13 * (33 * unit + reference._binade(held))
+        total += held
+    return error + 5 * 2.0**-24 * total
+
+
+def fp22_lse_bound(batch: Batch) -> torch.Tensor:
+    """[B, q, heads]: what the lse of Gaussian data may be off by on backend "sm90"."""
+    lengths = batch.lengths.tolist()
+    totals = lengths if batch.totals is None else batch.totals.tolist()
+    _, q, heads = batch.shape
+    keys = torch.tensor(
+        [
+            reference.visible_keys(n, q, total=total, cp=batch.cp)
+            for n, total in zip(lengths, totals, strict=True)
+        ]
+    )
+    few = FP22_SCORE_MAX * batch.scales[0] / FP22_SCALE
+    bound = torch.full(keys.shape, LSE_BOUND, dtype=torch.float64)
+    bound[keys < FP22_MANY_KEYS] = max(few, LSE_BOUND)
+    return bound.unsqueeze(-1).expand(-1, -1, heads)
 
 
 def merge(parts: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -13,9 +13,12 @@ from collections.abc import Iterator
 # machine that others use too the suite is more than ten times faster.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
+import cases
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+
+from kbmla import core as kbmla_core
 
 # Derandomised: a failure on one machine is the same failure on every other one. The blob that
 # hypothesis prints replays the example alone.
@@ -30,7 +33,21 @@ settings.register_profile(
 settings.load_profile("kbmla")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--backend",
+        choices=["cuda", "sm90"],
+        help="the GPU backend of every core that names none (default: the device's fastest)",
+    )
+
+
 def pytest_configure(config: pytest.Config) -> None:
+    backend = config.getoption("--backend")
+    cases.prefer_backend(backend)
+    if backend and torch.cuda.is_available() and cases.backend_on("cuda") != backend:
+        raise pytest.UsageError(
+            f"--backend {backend}: this build on this device has {cases.backend_on('cuda')}"
+        )
     for line in (
         "gpu: needs a CUDA device",
         "sm90: needs a Hopper GPU",
@@ -39,6 +56,10 @@ def pytest_configure(config: pytest.Config) -> None:
         "slow: takes more than a few seconds on two cores",
     ):
         config.addinivalue_line("markers", line)
+
+
+def pytest_report_header() -> str:
+    return f"GPU backend: {cases.backend_on('cuda') if torch.cuda.is_available() else 'no device'}"
 
 
 def need_cuda(count: int = 1) -> None:
@@ -64,11 +85,20 @@ def cpu() -> torch.device:
     return torch.device("cpu")
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def cuda() -> torch.device:
     """For tests of what only CUDA has: graphs, streams, sync debug mode."""
     need_cuda()
     return torch.device("cuda", torch.cuda.current_device())
+
+
+@pytest.fixture(scope="session")
+def sm90(cuda: torch.device) -> torch.device:
+    """For tests of backend "sm90", which name it themselves."""
+    found = kbmla_core._backends_of(cuda)
+    if "sm90" not in found:
+        pytest.skip(f"needs backend sm90 (compute capability 9.0), {cuda} has {found}")
+    return cuda
 
 
 @pytest.fixture(autouse=True)

@@ -3,10 +3,11 @@
 #
 #   tests/device.sh [correctness] [contract] [sanitize] [bench]      (all of them by default)
 #
-#   correctness  the suite's GPU half: pytest -m gpu
+#   correctness  the suite's GPU half, pytest -m gpu, on each of $BACKENDS; if that takes the first
+#                one long, the others run the files that say most about a kernel
 #   contract     the contract's tests, $CONTRACT, on CUDA
 #   sanitize     compute-sanitizer's memcheck, racecheck, synccheck and initcheck, each over the
-#                short tests marked sanitize
+#                short tests marked sanitize, on the first of $BACKENDS
 #   bench        benchmarks/bench_decode.py
 #
 # kbmla is taken from this tree as built (kbmla/_C.abi3.so); nothing is built, installed or fetched.
@@ -16,12 +17,13 @@
 # Variables:
 #   PYTHON        the interpreter that has torch (python3)
 #   KBMLA_SITE    a folder of Python packages, or of wheels that are unpacked, for what it lacks
+#   BACKENDS      GPU backends, some of "sm90 cuda" (the device's, fastest first)
 #   CONTRACT      path of test_contract.py
 #   FLASHMLA      FlashMLA's FP8 library, timed by bench in the same run
 #   BENCH_ARGS    more arguments of bench, such as --quick
 #   PYTEST_ARGS   more arguments of correctness, such as -x or -k WORD
 #   SANITIZERS    the tools of sanitize (memcheck racecheck synccheck initcheck)
-#   LIMIT_CORRECTNESS, LIMIT_CONTRACT, LIMIT_SANITIZE (per tool), LIMIT_BENCH   seconds
+#   LIMIT_CORRECTNESS (per backend), LIMIT_CONTRACT, LIMIT_SANITIZE (per tool), LIMIT_BENCH   seconds
 #
 # Exit status: 0 all passed, 1 a step failed, 2 nothing could be run.
 
@@ -119,6 +121,15 @@ for index in range(torch.cuda.device_count()):
     print(f"device {index}: {torch.cuda.get_device_name(index)}")
 PY
 cat "$logs/summary.txt"
+backends=${BACKENDS:-$("$python" -c '
+import torch
+from kbmla import core
+print(*core._backends_of(torch.device("cuda", 0)))')} || stop "no GPU backend"
+
+# Seconds of a backend's correctness beyond which the next ones run a part: 100 for what they would
+# run, 50 for test_sm90.py, which only the first one runs.
+LONG=150
+KERNEL_TESTS="tests/test_cuda.py tests/test_decode.py tests/test_numerics.py tests/test_dcp.py"
 
 # ---- running steps ------------------------------------------------------------------------------
 
@@ -126,7 +137,7 @@ table=
 failed=0
 
 record() { # NAME RESULT SECONDS LAST_LINE
-    table+=$(printf '%-12s %-8s %5s  %s' "$1" "$2" "$3" "${4:0:110}")$'\n'
+    table+=$(printf '%-17s %-8s %5s  %s' "$1" "$2" "$3" "${4:0:110}")$'\n'
     case $2 in
         ok) ;;
         skip) [ $named = 0 ] || failed=1 ;;
@@ -169,10 +180,17 @@ for step in $wanted; do
     : >"$logs/$step.log"
     case $step in
         correctness)
-            # shellcheck disable=SC2086  # PYTEST_ARGS is a list of words
-            run correctness "${LIMIT_CORRECTNESS:-300}" correctness.log \
-                "$python" -m pytest -p no:cacheprovider tests -m gpu --durations=5 \
-                ${PYTEST_ARGS:-}
+            tests=tests
+            marks=gpu
+            for backend in $backends; do
+                start=$SECONDS
+                # shellcheck disable=SC2086  # tests and PYTEST_ARGS are lists of words
+                run "correctness $backend" "${LIMIT_CORRECTNESS:-300}" correctness.log \
+                    "$python" -m pytest -p no:cacheprovider $tests -m "$marks" \
+                    --backend "$backend" --durations=5 ${PYTEST_ARGS:-}
+                [ $((SECONDS - start)) -le $LONG ] || tests=$KERNEL_TESTS
+                marks="gpu and not sm90" # those name their backends themselves
+            done
             ;;
         contract)
             if [ -f "$contract" ]; then
@@ -198,7 +216,8 @@ for step in $wanted; do
                 run "$tool" "${LIMIT_SANITIZE:-120}" sanitize.log \
                     env PYTORCH_NO_CUDA_MEMORY_CACHING=1 \
                     compute-sanitizer "${options[@]}" \
-                    "$python" -m pytest -p no:cacheprovider tests -m sanitize -x
+                    "$python" -m pytest -p no:cacheprovider tests -m sanitize \
+                    --backend "${backends%% *}" -x
             done
             ;;
         bench)
@@ -212,7 +231,7 @@ for step in $wanted; do
 done
 
 {
-    printf '\n%-12s %-8s %5s  %s\n' step result s "last line"
+    printf '\n%-17s %-8s %5s  %s\n' step result s "last line"
     printf '%s' "$table"
 } | tee -a "$logs/summary.txt"
 exit $failed

@@ -73,7 +73,9 @@ def check_merged(whole, query, parts, device, **kwargs) -> None:
 def test_ranks_merge_to_the_whole(device, world, interleave):
     totals = [600, 2, 0, 65, 129]
     whole = random_rows(totals, seed=world)
-    query = random_query(len(totals), 3, 12, seed=interleave)
+    # Of another seed than any rows: of the same one, queries and keys are the same vectors, and
+    # scores of 576 are not the Gaussian data that the bounds are for.
+    query = random_query(len(totals), 3, 12, seed=100 + interleave)
     for plan in (None, 2):
         parts = all_ranks(whole, query, world, interleave, device, plan)
         check_merged(whole, query, parts, device)

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from compare import FP22_SCALE, FP22_SCORE_MAX, FP22_SCORE_RMS, fp22_score_error
 
 from kbmla import reference, workloads
 
@@ -228,6 +229,105 @@ def test_splits_cover_each_tile_once(tiles, count):
     assert [t for a, b in ranges for t in range(a, b)] == list(range(tiles))
     assert len(ranges) <= max(1, min(count, tiles, 256))
     assert tiles == 0 or all(a < b for a, b in ranges)
+
+
+# ---------------------------------------------------------------- FP22 scores
+
+
+def channels(values):
+    """[1, 576] float64 with the given channels set."""
+    row = torch.zeros(1, 576, dtype=torch.float64)
+    for channel, value in values.items():
+        row[0, channel] = value
+    return row
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_what_fp22_loses(sign):
+    """2^-14 beside 1: in the same step and in the same panel lost, in another panel kept."""
+    small = sign * 2.0**-9
+    for at, want in ((1, 1.0), (127, 1.0), (128, 1 + sign * 2.0**-14), (575, 1 + sign * 2.0**-14)):
+        query, key = channels({0: 1.0, at: 2.0**-5}), channels({0: 1.0, at: small})
+        assert reference.fp22_products(query, key).item() == want, at
+    # A subnormal factor counts as 2^-6: this product as 2^-2, and 2^-16 is below 2^-2 * 2^-13.
+    query, key = channels({0: 16.0, 1: 2.0**-7}), channels({0: 2.0**-9, 1: 2.0**-9})
+    assert reference.fp22_products(query, key).item() == 2.0**-5
+
+
+def fp22_by_the_book(query, key):
+    """One score in plain Python, exponents as integers."""
+
+    def exponent(x):
+        return math.frexp(x)[1] - 1
+
+    def cut(x, unit):
+        return math.trunc(x / unit) * unit
+
+    total = 0.0
+    for panel in (range(a, min(a + 128, 576), 32) for a in range(0, 576, 128)):
+        held = 0.0
+        for step in panel:
+            pairs = [
+                (a, b)
+                for a, b in zip(query[step : step + 32], key[step : step + 32], strict=True)
+                if a * b
+            ]
+            tops = [max(exponent(a), -6) + max(exponent(b), -6) for a, b in pairs]
+            tops += [exponent(held)] if held else []
+            if not tops:
+                continue
+            unit = 2.0 ** (max(tops) - 13)
+            held = cut(held, unit) + sum(cut(a * b, unit) for a, b in pairs)
+            held = cut(held, 2.0 ** (exponent(held) - 13)) if held else 0.0
+        total += held
+    return total
+
+
+def e4m3(x):
+    return x.to(torch.float8_e4m3fn).double()
+
+
+@pytest.mark.parametrize("kind", ["gaussian", "aligned", "wide", "largest", "small"])
+def test_fp22_products(kind):
+    """Against the rule in plain Python, and never further from the exact sum than the bound."""
+    g = torch.Generator().manual_seed(3)
+    q, k = (torch.randn(n, 576, generator=g, dtype=torch.float64) for n in (6, 40))
+    if kind == "aligned":
+        k[:6] = q
+    elif kind == "wide":
+        q, k = (x * torch.exp2(torch.randint(-7, 7, x.shape, generator=g).double()) for x in (q, k))
+    elif kind == "largest":
+        q, k = q.sign() * 448, k.sign() * 448
+    elif kind == "small":
+        q, k = q * 2.0**-6, k * 2.0**-6
+    q, k = e4m3(q.clamp(-448, 448)), e4m3(k.clamp(-448, 448))
+    got = reference.fp22_products(q, k)
+    want = [[fp22_by_the_book(a, b) for b in k.tolist()] for a in q.tolist()]
+    torch.testing.assert_close(got, torch.tensor(want, dtype=torch.float64), rtol=1e-7, atol=0)
+    error = (got - q @ k.T).abs()
+    assert (error <= fp22_score_error(q, k)).all()
+
+
+def test_fp22_errors_of_gaussian_scores():
+    """The figures that the tolerances of tests/compare.py rest on."""
+    g = torch.Generator().manual_seed(4)
+    q, k = (e4m3(torch.randn(n, 576, generator=g)) for n in (400, 320))
+    error = (reference.fp22_products(q, k) - q @ k.T) * (FP22_SCALE * math.log2(math.e))
+    assert error.square().mean().sqrt() == pytest.approx(FP22_SCORE_RMS, rel=0.05)
+    assert error.abs().max() < FP22_SCORE_MAX
+    assert error.mean().abs() < 0.02 * FP22_SCORE_RMS
+
+
+@pytest.mark.parametrize("function", [reference.attention, reference.e4m3_model])
+def test_results_from_fp22_scores(function, monkeypatch):
+    """They move an lse a little, ignore poison, and do not depend on what is computed at once."""
+    batch = workloads.paged_cache([700, 2, 0], 16, q=2, heads=4)
+    got = call(function, batch, fp22=True)
+    off = (got[1] - call(function, batch)[1])[got[1].isfinite()]
+    assert 1e-5 < off.abs().max() < FP22_SCORE_MAX
+    assert got[0].isfinite().all()
+    monkeypatch.setattr(reference, "_FP22_CHUNK_PAIRS", 1000)
+    torch.testing.assert_close(call(function, batch, fp22=True), got)
 
 
 # ---------------------------------------------------------------- errors
