@@ -40,7 +40,7 @@ enum {
     KBMLA_PLAN_MEMORY_NS = 2116,    /* [m] 128 tokens for each of 132 SMs at 4.6 TB/s */
     KBMLA_PLAN_COMPUTE_NS = 1150,   /* [d] main loop over 128 tokens, line through the clocks */
     KBMLA_PLAN_COMPUTE_ROW_NS = 35, /* [d] ... measured at 16 to 64 query rows of a CTA */
-    KBMLA_PLAN_SWITCH_NS = 2600,    /* [d] between two entries: drain, query, first KV tile */
+    KBMLA_PLAN_SWITCH_NS = 2600,    /* [d] between two entries: sums, query, first scores */
     KBMLA_PLAN_STORE_ALL_NS = 56,   /* [m] FP32 partial row, 2 KB, while all SMs store: 36 GB/s */
     KBMLA_PLAN_STORE_ROW_NS = 28,   /* [d] ... while at most half of them do */
     KBMLA_PLAN_REDUCE_NS = 1600,    /* [d] a reduce with work against one without */
@@ -402,26 +402,28 @@ static inline int32_t kbmla_plan_tile_ns(int32_t memory_ns, int32_t compute_ns) 
 }
 
 /*
- * Candidates 1 and up, chosen greedily over batches of traces, log-normals, one-long-many-short and
- * equal lengths on the model of benchmarks/simulate_plan.py; the first of a table is sure to fit,
- * with 0 as short as that allows. q tiles of more than 64 rows have half as many clusters and, for
- * want of workspace, about two pieces for each, so that much depends on how well pieces fill a
- * cluster or half of it: the best are first, since larger steps look at fewer. Large batches are
- * even by the number of their requests and gain from short pieces.
+ * Candidates 1 and up, chosen greedily and then by exchange over batches of traces, log-normals,
+ * one-long-many-short and equal lengths on the model of benchmarks/simulate_plan.py, each time with
+ * the plan that the prices pick; the first of a table is sure to fit, with 0 as short as that
+ * allows. q tiles of more than 64 rows have half as many clusters and, for want of workspace, about
+ * two pieces for each, so that much depends on how well pieces fill a cluster or half of it: the
+ * best are first, since larger steps look at fewer. Large batches are even by the number of their
+ * requests and gain from short pieces.
  */
 static const kbmla_plan_candidate kbmla_plan_wide[] = {
-    {0, 0, 0, 0, 0},  {31, 0, 4, 0, 6},  {37, 0, 0, 13, 0}, {26, -4, 8, 0, 0}, {17, -4, 0, 0, 0},
-    {11, 0, 4, 0, 0}, {34, 0, 0, 0, 0},  {39, 0, 8, 0, 6},  {35, 0, 0, 0, 0},  {37, 0, 8, 13, 0},
-    {19, 0, 0, 0, 0}, {16, -4, 0, 0, 0}, {37, 0, 0, 0, 0},  {19, 0, 4, 0, 0},  {33, 0, 2, 0, 0},
+    {0, 0, 0, 0, 0},   {30, -5, 5, 0, 6}, {17, -4, 0, 0, 0}, {37, 0, 0, 13, 0}, {34, 0, 0, 11, 0},
+    {11, -4, 4, 0, 4}, {27, 0, 4, 0, 3},  {37, 0, 0, 9, 0},  {33, 0, 0, 0, 0},  {17, -2, 0, 0, 0},
+    {36, 0, 8, 0, 11}, {38, 0, 4, 12, 0}, {9, -2, 0, 0, 0},  {36, 0, 4, 13, 6}, {56, -2, 16, 0, 12},
 };
 static const kbmla_plan_candidate kbmla_plan_narrow[] = {
-    {0, 0, 0, 0, 0},   {35, 0, 0, 11, 0}, {18, 0, 4, 0, 0}, {34, 0, 0, 0, 0},  {26, -4, 0, 0, 0},
-    {33, 0, 0, 11, 0}, {18, 0, 2, 0, 0},  {37, 0, 4, 0, 3}, {12, 0, 4, 0, 0},  {12, 0, 2, 0, 0},
-    {35, 0, 0, 13, 0}, {32, 0, 0, 0, 0},  {14, 0, 8, 0, 0}, {18, -4, 4, 0, 0}, {36, 0, 0, 0, 0},
+    {0, 0, 0, 0, 0},     {35, 0, 0, 14, 0}, {33, 0, 0, 0, 0},  {36, 0, 0, 9, 0},
+    {27, 0, 3, 11, 4},   {39, 0, 0, 11, 0}, {34, 0, 0, 9, 0},  {16, -4, 1, 0, 12},
+    {35, -2, 20, 11, 4}, {35, 0, 8, 0, 3},  {12, 0, 1, 13, 0}, {17, -2, 4, 0, 0},
+    {24, -4, 6, 13, 12}, {17, -2, 0, 0, 0}, {17, -4, 2, 0, 0},
 };
 static const kbmla_plan_candidate kbmla_plan_large[] = {
-    {0, 0, 0, 0, 0},  {15, 0, 2, 0, 0}, {18, -4, 0, 0, 0}, {21, 0, 0, 0, 0},
-    {11, 0, 0, 0, 0}, {17, 0, 0, 0, 0}, {12, -4, 8, 0, 0},
+    {0, 0, 0, 0, 0},  {10, 0, 0, 0, 0}, {14, 0, 0, 0, 0}, {14, -4, 12, 0, 8},
+    {23, 0, 0, 0, 0}, {12, 0, 0, 0, 0}, {19, 0, 0, 0, 0},
 };
 
 /* Fills the candidates of a step of `num_requests`. Their number is a power of two and keeps the

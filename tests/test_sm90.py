@@ -147,7 +147,8 @@ def test_mean_of_v_over_one_long_split(sm90, capsys, heads, length):
     for backend in ("sm90", "cuda"):
         out, lse = decode(core_for(batch, backend=backend, p_scale=256.0), batch, 1)
         assert_result(out, lse, ref_out, ref_lse)
-        signed = (out.double() / ref_out - 1).mean().item()
+        # Of the sums: single elements of ref come close to 0, where a quotient means nothing.
+        signed = (out.double().sum() / ref_out.sum() - 1).item()
         error = (out.double() - ref_out).norm(dim=-1) / ref_out.norm(dim=-1)
         errors[backend] = error.mean().item()
         with capsys.disabled():
