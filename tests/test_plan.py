@@ -345,8 +345,8 @@ def test_mixed_batches_gain_at_least_twofold_over_equal_splits(results):
 
 
 # The best is 132 requests whole and 8 cut in 16, but the rule cuts like lengths into neighbouring
-# counts only: of a million settings of a candidate none comes below 1.06 (NOTES.md). It is held where
-# it stands.
+# counts only: of a million settings of a candidate none comes below 1.06 (NOTES.md). It is held
+# where it stands.
 KNOWN_BEHIND = {("140 x 4K", 12): 1.08}
 
 
