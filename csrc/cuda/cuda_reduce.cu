@@ -119,6 +119,18 @@ static __device__ __forceinline__ float weight_of(float lse, float top) {
     return exp2_approx(lse - (top == -INFINITY ? 0.0f : top));
 }
 
+/* A split of weight 0 is dropped by selection: its partial may be anything. */
+template <int VECTORS, typename T>
+static __device__ __forceinline__ void add_split(quad<float> (&sum)[VECTORS],
+                                                 const quad<T> (&x)[VECTORS], float weight) {
+#pragma unroll
+    for (int v = 0; v < VECTORS; v++)
+#pragma unroll
+        for (int c = 0; c < 4; c++)
+            sum[v].x[c] =
+                weight == 0.0f ? sum[v].x[c] : fmaf(weight, (float)x[v].x[c], sum[v].x[c]);
+}
+
 /* Where the partials of a row begin, and where it goes. */
 struct reduce_row {
     int64_t first; /* row of the workspace; its splits are a q tile's rows apart */
@@ -181,17 +193,10 @@ static __device__ __forceinline__ void merge_few(const reduce_params &params, co
                 x[i][v] = *reinterpret_cast<const quad<T> *>(
                     from + kbmla_min(first + i, count - 1) * tile_rows * KBMLA_HEAD_DIM_V +
                     128 * v);
-        /* A split of weight 0 is dropped by selection: its partial may be anything. */
 #pragma unroll
         for (int i = 0; i < 2; i++) {
-            const float w = weight[first + i];
-            total += w;
-#pragma unroll
-            for (int v = 0; v < VECTORS; v++)
-#pragma unroll
-                for (int c = 0; c < 4; c++)
-                    sum[v].x[c] =
-                        w == 0.0f ? sum[v].x[c] : fmaf(w, (float)x[i][v].x[c], sum[v].x[c]);
+            total += weight[first + i];
+            add_split(sum, x[i], weight[first + i]);
         }
     }
     const float scale = total == 0.0f ? 0.0f : __fdividef(params.output_scale, total);
@@ -282,7 +287,6 @@ static __global__ void __launch_bounds__(THREADS, blocks_per_sm(COLUMN_BLOCKS))
         load_batch(partials, stride, team, 0, steps, count, x);
         const float top = lane_max(lse), weight = weight_of(lse, top);
 
-        /* A split of weight 0 is dropped by selection: its partial may be anything. */
         quad<float> sum[VECTORS] = {};
         float sum_weight = 0.0f;
         for (int32_t first = 0; first < steps; first += BATCH) {
@@ -292,12 +296,7 @@ static __global__ void __launch_bounds__(THREADS, blocks_per_sm(COLUMN_BLOCKS))
                     break;
                 const float w = __shfl_sync(FULL_WARP, weight, 2 * (first + i) + half);
                 sum_weight += w;
-#pragma unroll
-                for (int v = 0; v < VECTORS; v++)
-#pragma unroll
-                    for (int c = 0; c < 4; c++)
-                        sum[v].x[c] =
-                            w == 0.0f ? sum[v].x[c] : fmaf(w, (float)x[i][v].x[c], sum[v].x[c]);
+                add_split(sum, x[i], w);
             }
             if (BATCH * TEAMS < KBMLA_MAX_SPLITS)
                 load_batch(partials, stride, team, first + BATCH, steps, count, x);

@@ -19,11 +19,13 @@
  *      ^------query_empty_bar----- after the item's last scores
  *
  * FP8 wgmma keeps 13 bits below the largest exponent of its sum and cuts off the rest, so O is
- * summed over one tile only and then added in FP32 registers; the rescale of the lazy maximum rides
- * on that addition. Results of unsplit requests go straight to `out`.
+ * summed over one tile only and then added in FP32 registers; the rescale of a grown maximum rides
+ * on that addition. The maximum is exact on every tile. Results of unsplit requests go straight to
+ * `out`.
  *
- * Registers: O 2N, scores N/2, one tile's products N/2, V fragments 32, sums N/4 of a consumer
- * thread's 240. Relies on kbmla.c's checks, as every backend.
+ * Registers of a consumer thread: O 2N and sums N/4 all along; scores N/2 and those of one panel
+ * N/2, or one m tile's products N/2 and V fragments 16 or 32. Relies on kbmla.c's checks, as every
+ * backend.
  */
 #include "../cuda/cuda_item.cuh"
 #include "../cuda/cuda_launch.h"

@@ -10,12 +10,11 @@
 
 #include "sm90_tile.cuh"
 
-/*
- * Starts s = K Q^T over one panel of 128 channels, or the rope with `panel` 4: the 64 tokens of a
- * stage against all rows. wgmma cuts off what is 2^13 below the largest exponent of a sum, so each
- * panel is summed apart, at a third of the error of one sum over all.
- */
+/* Four panels of 128 channels, and the rope. wgmma cuts off what is 2^13 below the largest exponent
+ * of a sum, so each panel is summed apart, at a third of the error of one sum over all. */
 enum { SCORE_PANELS = 5 };
+
+/* Starts s = K Q^T over one panel: the 64 tokens of a stage against all rows. */
 template <int N>
 static __device__ __forceinline__ void start_panel_scores(float (&s)[N / 2], int panel,
                                                           uint32_t stage, uint32_t q) {
