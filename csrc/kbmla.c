@@ -317,9 +317,10 @@ kbmla_status kbmla_decode(const kbmla_config *config, const kbmla_decode_args *a
     if (args->num_requests == 0)
         return KBMLA_OK;
     FORWARD_IF_ERROR(check_pointer(err, "query", args->query));
-    if (args->max_pages > 0 && args->num_pages > 0) {
-        FORWARD_IF_ERROR(check_pointer(err, "cache", args->cache));
+    if (args->max_pages > 0) {
         FORWARD_IF_ERROR(check_pointer(err, "block_table", args->block_table));
+        if (args->num_pages > 0)
+            FORWARD_IF_ERROR(check_pointer(err, "cache", args->cache));
     }
     if (config->backend != KBMLA_BACKEND_CPU)
         FORWARD_IF_ERROR(check_aligned_rows(err, config, args));

@@ -75,7 +75,6 @@ struct work_item {
     int32_t batch;
     uint32_t begin;    /* first KV token; unsigned, as a tile may reach past 2^31 */
     uint32_t end;      /* past the last */
-    int32_t count;     /* splits that are not empty */
     int32_t slot;      /* partial slot, -1 when the output is direct */
     int32_t length;    /* readable tokens */
     int32_t tile_row;  /* this block's first row within the q tile */
@@ -91,7 +90,7 @@ static __device__ __forceinline__ bool load_item(const decode_params &params,
         return false;
     int32_t length = kbmla_clamp_length(params.args.lengths[tile.batch], params.max_tokens);
     int32_t planned = params.args.counts[tile.batch];
-    int32_t tail = params.args.work[params.tail + tile.batch];
+    int32_t element = params.args.work[params.tail + tile.batch];
     length = uniform(length);
     planned = uniform(planned);
     kbmla_split_range range = kbmla_split_bounds(kbmla_num_tiles(length), planned, tile.split);
@@ -100,7 +99,6 @@ static __device__ __forceinline__ bool load_item(const decode_params &params,
     item.batch = tile.batch;
     item.begin = (uint32_t)range.begin_tile * KBMLA_TILE_TOKENS;
     item.end = min((uint32_t)range.end_tile * KBMLA_TILE_TOKENS, (uint32_t)length);
-    item.count = range.count;
     item.length = length;
     item.tile_row = params.block_rows * ((int32_t)blockIdx.x % params.blocks_per_cluster);
     item.first_row = tile.q_tile * params.sizes.q_tile_rows + item.tile_row;
@@ -109,8 +107,8 @@ static __device__ __forceinline__ bool load_item(const decode_params &params,
         params.block_rows);
     item.slot = -1;
     if (range.count > 1) {
-        int32_t base =
-            kbmla_checked_base(tail, planned, params.sizes.num_q_tiles, params.sizes.max_partials);
+        int32_t base = kbmla_checked_base(element, planned, params.sizes.num_q_tiles,
+                                          params.sizes.max_partials);
         if (base < 0)
             return false;
         item.slot = kbmla_partial_slot(base, tile.q_tile, planned, tile.split);

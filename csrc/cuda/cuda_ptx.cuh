@@ -55,6 +55,17 @@ static __device__ __forceinline__ bool mbarrier_test(uint32_t barrier, uint32_t 
     return done != 0;
 }
 
+/* The same, without sleeping. */
+static __device__ __forceinline__ bool mbarrier_poll(uint32_t barrier, uint32_t phase) {
+    uint32_t done;
+    asm volatile("{\n.reg .pred p;\nmbarrier.test_wait.parity.shared.b64 p, [%1], %2;\n"
+                 "selp.u32 %0, 1, 0, p;\n}"
+                 : "=r"(done)
+                 : "r"(barrier), "r"(phase)
+                 : "memory");
+    return done != 0;
+}
+
 static __device__ __forceinline__ void mbarrier_wait(uint32_t barrier, uint32_t phase) {
     while (!mbarrier_test(barrier, phase)) {
     }

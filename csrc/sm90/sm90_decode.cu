@@ -8,7 +8,8 @@
  *     S^T = K Q^T     K of 64 tokens from the ring, Q from shared memory
  *     O^T = V^T P^T   V^T through ldmatrix in registers, P from shared memory
  *
- * Nothing is transposed in memory, and N is the rows there are, rounded up to 8.
+ * Nothing is transposed in memory, and N is the rows there are, rounded up to 16, 24, 32, 40, 48
+ * or 64.
  *
  *   TMA warp --full_bar[stage]--> warpgroup w: scores of stage w of the tile       64 tokens
  *      ^                          its maxima to tile_max              (barrier)
@@ -17,6 +18,8 @@
  *
  *   query warp --query_full_bar--> Q, item, visible of an item
  *      ^------query_empty_bar----- after the item's last scores
+ *
+ * Where no tensor map describes the cache, or pages are small, two warps copy rows instead.
  *
  * FP8 wgmma keeps 13 bits below the largest exponent of its sum and cuts off the rest, so O is
  * summed over one tile only and then added in FP32 registers; the rescale of a grown maximum rides
@@ -65,6 +68,11 @@ static __device__ __forceinline__ float finish_row(const decode_params &params,
     return is_empty ? 0.0f : (item.slot < 0 ? params.output_scale : 1.0f) / sum;
 }
 
+/* By selection: O of a row that has seen no key is 0 times values that may be anything. */
+static __device__ __forceinline__ float scaled(float o, float factor) {
+    return factor == 0.0f ? 0.0f : o * factor;
+}
+
 /* Writes a block's O, each row times its factor. A lane has columns 2g and 2g + 1 of each 64 of its
  * rows 2t and 2t + 1 of each 8. */
 template <int N>
@@ -84,7 +92,8 @@ store_rows(const decode_params &params, const item_info &item, const float (&o)[
 #pragma unroll
                 for (int m = 0; m < M_TILES; m++)
                     *reinterpret_cast<__nv_bfloat162 *>(out + out_at[local] + 64 * m) =
-                        __floats2bfloat162_rn(o[m][at] * factor[i], o[m][at + 2] * factor[i]);
+                        __floats2bfloat162_rn(scaled(o[m][at], factor[i]),
+                                              scaled(o[m][at + 2], factor[i]));
         }
         return;
     }
@@ -98,7 +107,7 @@ store_rows(const decode_params &params, const item_info &item, const float (&o)[
         if (first_row + local < item.rows)
 #pragma unroll
             for (int m = 0; m < M_TILES; m++) {
-                const float x = o[m][at] * factor[i], y = o[m][at + 2] * factor[i];
+                const float x = scaled(o[m][at], factor[i]), y = scaled(o[m][at + 2], factor[i]);
                 const int32_t offset = local * KBMLA_HEAD_DIM_V + 64 * m;
                 if (params.partial_fp16)
                     *reinterpret_cast<__half2 *>(to_half + offset) = __floats2half2_rn(x, y);
@@ -234,10 +243,14 @@ static __global__ void __launch_bounds__(THREADS, 1)
         mbarrier_init(smem_address(&smem.query_full_bar), 1);
         mbarrier_init(smem_address(&smem.query_empty_bar), CONSUMER_WARPS);
         fence_barrier_init();
-        prefetch_tensor_map(&maps.query.latent);
-        prefetch_tensor_map(&maps.query.rope);
-        prefetch_tensor_map(&maps.pages.latent);
-        prefetch_tensor_map(&maps.pages.rope);
+        if (maps.query.is_tma) {
+            prefetch_tensor_map(&maps.query.latent);
+            prefetch_tensor_map(&maps.query.rope);
+        }
+        if (maps.pages.is_tma) {
+            prefetch_tensor_map(&maps.pages.latent);
+            prefetch_tensor_map(&maps.pages.rope);
+        }
     }
     __syncthreads();
     grid_dependency_launch();
@@ -270,6 +283,7 @@ struct decode_shape {
 };
 
 template <int N> void fill_shape(decode_shape &shape) {
+    static_assert(sizeof(sm90_smem<N>) <= 227 * 1024, "more than a block may have");
     shape.smem_bytes = (int32_t)sizeof(sm90_smem<N>);
     shape.kernel = reinterpret_cast<const void *>(sm90_decode_kernel<N>);
 }

@@ -146,7 +146,8 @@ static __device__ __forceinline__ void produce_rows(const decode_params &params,
                                        (token & page_mask) * args.cache_row_stride)
                           : 1;
             }
-            if (!mbarrier_test(empty + 8 * place.stage(), place.phase() ^ 1)) {
+            const bool is_free = mbarrier_poll(empty + 8 * place.stage(), place.phase() ^ 1);
+            if (!__all_sync(0xFFFFFFFFu, is_free)) {
                 /* The consumers may be waiting for what is on its way. */
                 announce_rows<N>(smem, place, on_their_way, lane);
                 on_their_way = 0;

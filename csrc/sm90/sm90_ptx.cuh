@@ -1,6 +1,6 @@
 /*
- * One short function per PTX instruction that only SM90a has, no logic; what earlier cards have as
- * well is in cuda/cuda_ptx.cuh. Shared-memory addresses are 32-bit, from smem_address().
+ * One short function per PTX instruction that the SM90 kernels alone use, no logic; the others are
+ * in cuda/cuda_ptx.cuh. Shared-memory addresses are 32-bit, from smem_address().
  */
 #ifndef KBMLA_SM90_PTX_CUH
 #define KBMLA_SM90_PTX_CUH

@@ -42,13 +42,14 @@ static __device__ __forceinline__ void clear_values(uint32_t stage, uint32_t tok
             store_shared_16(stage + (lane >> 3) * PANEL_BYTES + row * 128 + (lane & 7) * 16, 0);
 }
 
-/* Combines the lanes of equal lane % 4 by halving: the values are shared out, so that the first
- * `count` of x are left to this lane, for the rows from index `first` on. */
+/* What is left to a lane after combine_lanes. */
 struct lane_share {
     int32_t first;
     bool is_writer; /* where lanes hold the same values, one of them */
 };
 
+/* Combines the lanes of equal lane % 4 by halving: the values are shared out, so that the first
+ * `count` of x are left to this lane, for the rows from index `first` on. */
 template <int VALUES, typename Combine>
 static __device__ __forceinline__ lane_share combine_lanes(float (&x)[VALUES], int &count,
                                                            uint32_t lane, Combine combine) {

@@ -21,7 +21,7 @@ std::atomic<encode_function> encoder;
 bool encode(CUtensorMap *map, cuuint32_t rank, const uint8_t *base, const cuuint64_t *sizes,
             const cuuint64_t *strides, const cuuint32_t *box, CUtensorMapSwizzle swizzle) {
     const cuuint32_t every[4] = {1, 1, 1, 1};
-    /* L2 promotion of 128 bytes: 4.60 TB/s on an H200, none 4.49, 256 bytes 4.23 (2026-11). */
+    /* Of L2 promotions the one of 128 bytes is the fastest (benchmarks/NOTES.md). */
     return encoder.load(std::memory_order_relaxed)(
                map, CU_TENSOR_MAP_DATA_TYPE_UINT8, rank, const_cast<uint8_t *>(base), sizes,
                strides, box, every, CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle,
@@ -33,8 +33,8 @@ bool encode(CUtensorMap *map, cuuint32_t rank, const uint8_t *base, const cuuint
  * panels are a dimension of their own, whose stride of 128 is below that of the rows. */
 void encode_rows(sm90_map *map, const uint8_t *base, int64_t rows, int64_t row_stride,
                  int64_t outer, int64_t outer_stride, int32_t box_rows, int32_t box_panels) {
-    const cuuint64_t row = (cuuint64_t)row_stride;
     /* A dimension of one element may have any stride, which the encoder would look at. */
+    const cuuint64_t row = rows > 1 ? (cuuint64_t)row_stride : KBMLA_HEAD_DIM_QK;
     const cuuint64_t out = outer > 1 ? (cuuint64_t)outer_stride : row * (cuuint64_t)rows;
     const cuuint32_t tall = (cuuint32_t)box_rows;
     const cuuint64_t latent_sizes[4] = {128, (cuuint64_t)rows, 4, (cuuint64_t)outer};
@@ -69,6 +69,7 @@ kbmla_status kbmla_sm90_find_encoder(kbmla_error *err) {
 
 void kbmla_sm90_encode_pages(const kbmla_decode_args *args, sm90_map *map) {
     const int32_t box_rows = kbmla_min((int32_t)args->page_size, 64);
+    *map = {};
     if (args->page_size >= MIN_TMA_PAGE)
         encode_rows(map, args->cache, args->page_size, args->cache_row_stride, args->num_pages,
                     args->cache_page_stride, box_rows, box_rows == 64 ? 4 : 1);
@@ -76,6 +77,7 @@ void kbmla_sm90_encode_pages(const kbmla_decode_args *args, sm90_map *map) {
 
 void kbmla_sm90_encode_query(const kbmla_decode_args *args, int32_t num_heads, int32_t q_len,
                              int32_t block_rows, sm90_map *map) {
+    *map = {};
     /* One stride must lead from row to row. */
     const int64_t row = num_heads > 1 ? args->query_head_stride : args->query_token_stride;
     if (q_len == 1 || num_heads == 1 || args->query_token_stride == num_heads * row)
