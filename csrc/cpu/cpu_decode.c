@@ -140,6 +140,13 @@ static float row_lse(const decode_job *job, const kbmla_cpu_scratch *scratch, in
                    (double)scratch->row_max[row] * (double)job->softmax.scale_log2);
 }
 
+/* O of such a row is 0 times values that may be anything. */
+static void clear_empty_rows(const decode_item *item, kbmla_cpu_scratch *scratch) {
+    for (int32_t i = 0; i < item->rows; i++)
+        if (scratch->row_sum[i] == 0.0f)
+            memset(scratch->out[i], 0, sizeof scratch->out[i]);
+}
+
 /* What O of a row is multiplied by: scale over the sum of P8's unrounded counterparts. */
 static float row_factor(const decode_job *job, const kbmla_cpu_scratch *scratch, int32_t row) {
     float sum = scratch->row_sum[row];
@@ -196,6 +203,7 @@ static void run_item(const decode_job *job, const decode_item *item, kbmla_cpu_s
         load_tile(job->args, item->batch, key, num_keys, scratch);
         job->kernels->attend_tile(scratch, item->rows, key, num_keys, &job->softmax);
     }
+    clear_empty_rows(item, scratch);
     if (item->slot < 0)
         store_final(job, item, scratch);
     else
