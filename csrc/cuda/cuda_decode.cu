@@ -51,9 +51,9 @@ static __device__ __forceinline__ void copy_rows(uint64_t row, uint32_t first, u
             if (lane < 4)
                 cp_async_16(rope_to, (const uint8_t *)from + KBMLA_HEAD_DIM_V + 16 * lane);
         } else {
-            store_shared_16(to, from == 0 ? 0 : 0x7F7F7F7Fu);
+            store_shared_16(to, from == 0 ? 0 : NAN_BYTES);
             if (lane < 4)
-                store_shared_16(rope_to, from == 0 ? 0 : 0x7F7F7F7Fu);
+                store_shared_16(rope_to, from == 0 ? 0 : NAN_BYTES);
         }
     }
 }
@@ -61,7 +61,7 @@ static __device__ __forceinline__ void copy_rows(uint64_t row, uint32_t first, u
 template <int M_TILES>
 static __device__ void produce(const decode_params &params, uint32_t ring, uint32_t full_bar,
                                uint32_t empty_bar, kbmla_work_walk walk) {
-    constexpr uint32_t ROWS = TILE / decode_smem<M_TILES>::PRODUCER_WARPS;
+    constexpr uint32_t ROWS = STAGE_TOKENS / decode_smem<M_TILES>::PRODUCER_WARPS;
     const kbmla_decode_args &args = params.args;
     const uint32_t lane = threadIdx.x & 31, first = (threadIdx.x - CONSUMERS) / 32 * ROWS;
     const uint32_t page_mask = (uint32_t)args.page_size - 1;
@@ -72,7 +72,7 @@ static __device__ void produce(const decode_params &params, uint32_t ring, uint3
         if (!load_item(params, tile, item))
             continue;
         const int32_t *table = args.block_table + item.batch * args.block_table_stride;
-        for (uint32_t token = item.begin; token < item.end; token += TILE) {
+        for (uint32_t token = item.begin; token < item.end; token += STAGE_TOKENS) {
             uint32_t at = token + first + lane % ROWS;
             uint64_t row = 0;
             if (at < item.end) {
@@ -225,7 +225,7 @@ static __device__ void consume(const decode_params &params, uint8_t *smem, uint3
         for (int m = 0; m < M_TILES; m++)
             row_max[m][0] = row_max[m][1] = -INFINITY;
 
-        for (uint32_t token = item.begin; token < item.end; token += TILE) {
+        for (uint32_t token = item.begin; token < item.end; token += STAGE_TOKENS) {
             const uint32_t latent = ring + stage * STAGE_BYTES;
             mbarrier_wait(full_bar + 8 * stage, phase);
 
@@ -265,7 +265,8 @@ static __device__ void consume(const decode_params &params, uint8_t *smem, uint3
                     l[m][half] = l[m][half] * alpha[m][half] + (p0 + p1);
                     uint32_t p = round_e4m3_half2(p0 * params.p_scale, p1 * params.p_scale);
                     /* Fragment register: 0 and 1 are tokens 0-7 of 16, rows g and g + 8. */
-                    uint32_t to = p_smem + ((m * (TILE / 16) + (warp >> 1)) * 32 + lane) * 16 +
+                    uint32_t to = p_smem +
+                                  ((m * (STAGE_TOKENS / 16) + (warp >> 1)) * 32 + lane) * 16 +
                                   ((warp & 1) * 2 + half) * 4;
                     asm volatile("st.shared.b32 [%0], %1;" ::"r"(to), "r"(p) : "memory");
                 }

@@ -9,20 +9,13 @@
 #ifndef KBMLA_CUDA_DECODE_TILE_CUH
 #define KBMLA_CUDA_DECODE_TILE_CUH
 
-#include "../kbmla.h"
+#include "cuda_item.cuh"
 #include "cuda_ptx.cuh"
 
 enum {
-    TILE = 64, /* KV tokens of a ring stage */
-    CONSUMER_WARPS = 8,
-    CONSUMERS = 32 * CONSUMER_WARPS,
     MAX_STAGES = 4,
-    LATENT_BYTES = TILE * KBMLA_HEAD_DIM_V,
-    ROPE_BYTES = TILE * 64,
-    STAGE_BYTES = LATENT_BYTES + ROPE_BYTES,
-    MAX_BLOCK_ROWS = 32,             /* two m tiles: 64 accumulators a thread; more would spill */
-    PANELS = KBMLA_HEAD_DIM_QK / 64, /* groups of 64 channels: one 16-byte load per lane each */
-    CONSUMER_BARRIER = 1
+    MAX_BLOCK_ROWS = 32,            /* two m tiles: 64 accumulators a thread; more would spill */
+    PANELS = KBMLA_HEAD_DIM_QK / 64 /* groups of 64 channels: one 16-byte load per lane each */
 };
 
 /* Threads and shared memory of a block, the latter in this order. */
@@ -33,8 +26,10 @@ template <int M_TILES> struct decode_smem {
         THREADS = CONSUMERS + 32 * PRODUCER_WARPS,
         BLOCKS_PER_SM = M_TILES == 1 ? 2 : 1,
         Q = 0, /* FP16 A fragments [M_TILES, PANELS, 4, 32] x 16 B */
-        P = Q + M_TILES * PANELS * 4 * 32 * 16, /* FP16 A fragments [M_TILES, TILE/16, 32] x 16 B */
-        ROW_STAT = P + M_TILES * (TILE / 16) * 32 * 16, /* float [16 * M_TILES, CONSUMER_WARPS] */
+        P = Q + M_TILES * PANELS * 4 * 32 *
+                    16, /* FP16 A fragments [M_TILES, STAGE_TOKENS/16, 32] x 16 B */
+        ROW_STAT = P +
+            M_TILES * (STAGE_TOKENS / 16) * 32 * 16, /* float [16 * M_TILES, CONSUMER_WARPS] */
         BARRIERS = ROW_STAT + 16 * M_TILES * CONSUMER_WARPS * 4, /* full, empty [MAX_STAGES] */
         RING = BARRIERS + 2 * MAX_STAGES * 8,
         FIXED = (RING + 127) / 128 * 128
@@ -116,11 +111,11 @@ template <int M_TILES>
 static __device__ __forceinline__ void accumulate(float (&o)[M_TILES][8][4], uint32_t latent,
                                                   uint32_t p_smem, uint32_t warp, uint32_t lane) {
 #pragma unroll
-    for (int k = 0; k < TILE / 16; k++) {
+    for (int k = 0; k < STAGE_TOKENS / 16; k++) {
         uint32_t a[M_TILES][4];
 #pragma unroll
         for (int m = 0; m < M_TILES; m++) {
-            uint4 p = load_shared_16(p_smem + ((m * (TILE / 16) + k) * 32 + lane) * 16);
+            uint4 p = load_shared_16(p_smem + ((m * (STAGE_TOKENS / 16) + k) * 32 + lane) * 16);
             a[m][0] = p.x;
             a[m][1] = p.y;
             a[m][2] = p.z;

@@ -16,6 +16,18 @@
 #include <cuda_fp16.h>
 #include <math.h>
 
+/* A stage of the ring: a tile of 64 KV tokens, latent and rope apart. Eight warps consume it. */
+enum {
+    STAGE_TOKENS = 64,
+    LATENT_BYTES = STAGE_TOKENS * KBMLA_HEAD_DIM_V,
+    ROPE_BYTES = STAGE_TOKENS * (KBMLA_HEAD_DIM_QK - KBMLA_HEAD_DIM_V),
+    STAGE_BYTES = LATENT_BYTES + ROPE_BYTES,
+    CONSUMER_WARPS = 8,
+    CONSUMERS = 32 * CONSUMER_WARPS,
+    CONSUMER_BARRIER = 1,
+    NAN_BYTES = 0x7F7F7F7F
+};
+
 struct decode_params {
     kbmla_decode_args args;
     kbmla_sizes sizes;

@@ -17,8 +17,7 @@ enum {
     TMA_WARP = 0,
     ROW_WARPS = 2, /* warps 0 and 1, where pages are copied row by row */
     ROW_LAG = 2,   /* stages on their way before the oldest is announced */
-    QUERY_WARP = 3,
-    NAN_BYTES = 0x7F7F7F7F
+    QUERY_WARP = 3
 };
 
 /* Every byte of `tokens` rows from `row` on to NaN, by a warp. */

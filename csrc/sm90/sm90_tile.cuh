@@ -15,28 +15,22 @@
 #ifndef KBMLA_SM90_TILE_CUH
 #define KBMLA_SM90_TILE_CUH
 
-#include "../kbmla.h"
+#include "../cuda/cuda_item.cuh"
 #include "sm90_ptx.cuh"
 
 enum {
-    STAGE_TOKENS = 64,
     PANEL_BYTES = STAGE_TOKENS * 128,
-    LATENT_BYTES = 4 * PANEL_BYTES,
-    ROPE_BYTES = STAGE_TOKENS * 64,
-    STAGE_BYTES = LATENT_BYTES + ROPE_BYTES,
     SWIZZLE_ATOM = 1024, /* 8 rows of 128 B: what the 128-byte swizzle repeats after */
 
     WARPGROUP = 128,
-    CONSUMER_WARPS = 8,
-    CONSUMERS = 32 * CONSUMER_WARPS,
     THREADS = CONSUMERS + WARPGROUP,
     V_COLUMNS = KBMLA_HEAD_DIM_V / 2, /* of each consumer warpgroup */
     M_TILES = V_COLUMNS / 64,
 
-    MAX_BLOCK_ROWS = 64,
-    CONSUMER_BARRIER = 1
+    MAX_BLOCK_ROWS = 64
 };
 
+static_assert(LATENT_BYTES == 4 * PANEL_BYTES, "the latent is four panels");
 static_assert(KBMLA_TILE_TOKENS == 2 * STAGE_TOKENS, "a tile is one stage of each warpgroup");
 
 /* What the consumers need of an item, written by the warp that loads Q. */
