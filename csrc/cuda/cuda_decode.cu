@@ -23,30 +23,30 @@
 /* ------------------------------------------------------------------ producers */
 
 /* Copies ROWS rows of a tile, from `first` on, into the ring. Lane l holds in `row` the address of
- * row first + l % ROWS: 0 for a token past the end, whose slot is zero-filled, and 1 for one on a
- * page that does not exist, which reads as NaN. */
+ * row first + l % ROWS: 0 for a token past the end, whose slot is zero-filled; a missing row reads
+ * as NaN. */
 template <int ROWS>
 static __device__ __forceinline__ void copy_rows(uint64_t row, uint32_t first, uint32_t latent,
                                                  uint32_t lane) {
     const uint32_t rope = latent + LATENT_BYTES;
-    if (__all_sync(0xFFFFFFFFu, row > 1)) {
+    if (__all_sync(FULL_WARP, row > MISSING_ROW)) {
 #pragma unroll
         for (uint32_t r = 0; r < ROWS; r++)
             cp_async_16(latent + latent_offset(first + r, lane),
-                        (const uint8_t *)__shfl_sync(0xFFFFFFFFu, row, r) + 16 * lane);
+                        (const uint8_t *)__shfl_sync(FULL_WARP, row, r) + 16 * lane);
 #pragma unroll
         for (uint32_t r = 0; r < ROWS; r += 8)
             cp_async_16(rope + (first + r) * 64 + 16 * lane,
-                        (const uint8_t *)__shfl_sync(0xFFFFFFFFu, row, r + (lane >> 2)) +
+                        (const uint8_t *)__shfl_sync(FULL_WARP, row, r + (lane >> 2)) +
                             KBMLA_HEAD_DIM_V + 16 * (lane & 3));
         return;
     }
 #pragma unroll 1
     for (uint32_t r = 0; r < ROWS; r++) {
-        uint64_t from = __shfl_sync(0xFFFFFFFFu, row, r);
+        uint64_t from = __shfl_sync(FULL_WARP, row, r);
         uint32_t to = latent + latent_offset(first + r, lane);
         uint32_t rope_to = rope + (first + r) * 64 + 16 * lane;
-        if (from > 1) {
+        if (from > MISSING_ROW) {
             cp_async_16(to, (const uint8_t *)from + 16 * lane);
             if (lane < 4)
                 cp_async_16(rope_to, (const uint8_t *)from + KBMLA_HEAD_DIM_V + 16 * lane);
@@ -64,7 +64,6 @@ static __device__ void produce(const decode_params &params, uint32_t ring, uint3
     constexpr uint32_t ROWS = STAGE_TOKENS / decode_smem<M_TILES>::PRODUCER_WARPS;
     const kbmla_decode_args &args = params.args;
     const uint32_t lane = threadIdx.x & 31, first = (threadIdx.x - CONSUMERS) / 32 * ROWS;
-    const uint32_t page_mask = (uint32_t)args.page_size - 1;
     uint32_t stage = 0, phase = 0;
     for (kbmla_tile tile = kbmla_work_walk_current(&walk); tile.is_valid;
          kbmla_work_walk_advance(&walk, 1), tile = kbmla_work_walk_current(&walk)) {
@@ -74,14 +73,7 @@ static __device__ void produce(const decode_params &params, uint32_t ring, uint3
         const int32_t *table = args.block_table + item.batch * args.block_table_stride;
         for (uint32_t token = item.begin; token < item.end; token += STAGE_TOKENS) {
             uint32_t at = token + first + lane % ROWS;
-            uint64_t row = 0;
-            if (at < item.end) {
-                int32_t page = table[at >> params.page_shift];
-                row = (uint32_t)page < (uint64_t)args.num_pages
-                          ? (uint64_t)(args.cache + page * args.cache_page_stride +
-                                       (at & page_mask) * args.cache_row_stride)
-                          : 1;
-            }
+            uint64_t row = at < item.end ? cache_row(params, table, at) : 0;
             mbarrier_wait(empty_bar + 8 * stage, phase ^ 1);
             copy_rows<ROWS>(row, first, ring + stage * STAGE_BYTES, lane);
             /* Two arrivals of every lane: one when its copies have landed, one for plain stores. */
@@ -270,7 +262,7 @@ static __device__ void consume(const decode_params &params, uint8_t *smem, uint3
                                   ((warp & 1) * 2 + half) * 4;
                     asm volatile("st.shared.b32 [%0], %1;" ::"r"(to), "r"(p) : "memory");
                 }
-            if (__any_sync(0xFFFFFFFFu, has_rescale)) {
+            if (__any_sync(FULL_WARP, has_rescale)) {
 #pragma unroll
                 for (int m = 0; m < M_TILES; m++)
 #pragma unroll

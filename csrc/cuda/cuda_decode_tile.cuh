@@ -151,8 +151,8 @@ static __device__ __forceinline__ void across_warps(float (&value)[M_TILES][2], 
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             float x = value[m][half];
-            x = combine(x, __shfl_xor_sync(0xFFFFFFFFu, x, 1));
-            x = combine(x, __shfl_xor_sync(0xFFFFFFFFu, x, 2));
+            x = combine(x, __shfl_xor_sync(FULL_WARP, x, 1));
+            x = combine(x, __shfl_xor_sync(FULL_WARP, x, 2));
             if ((lane & 3) == 0)
                 row_stat[(16 * m + 8 * half + (lane >> 2)) * CONSUMER_WARPS + warp] = x;
         }

@@ -147,6 +147,20 @@ static __device__ __forceinline__ const uint8_t *query_row(const decode_params &
            row % params.num_heads * params.args.query_head_stride;
 }
 
+/* What stands for the address of a KV row on a page that the cache does not have. */
+static const uint64_t MISSING_ROW = 1;
+
+/* Address of the row of KV token `token`; `table` is the request's row of the block table. */
+static __device__ __forceinline__ uint64_t cache_row(const decode_params &params,
+                                                     const int32_t *table, uint32_t token) {
+    const int32_t page = table[token >> params.page_shift];
+    const uint32_t page_row = token & ((uint32_t)params.args.page_size - 1);
+    return (uint32_t)page < (uint64_t)params.args.num_pages
+               ? (uint64_t)(params.args.cache + page * params.args.cache_page_stride +
+                            page_row * params.args.cache_row_stride)
+               : MISSING_ROW;
+}
+
 /* Element of `out` that a row begins with. */
 static __device__ __forceinline__ int64_t out_row(const decode_params &params, int32_t batch,
                                                   int32_t row) {

@@ -27,7 +27,6 @@ enum {
     BLOCK = 4,         /* warps whose classes are summed up */
     FEW = 4            /* splits that a group's own thread lists */
 };
-static const uint32_t ALL_LANES = 0xFFFFFFFFu;
 
 struct plan_params {
     kbmla_plan_rule rule;
@@ -65,7 +64,7 @@ struct plan_smem {
 };
 
 static __device__ __forceinline__ int32_t lane_sum(int32_t value) {
-    return __reduce_add_sync(ALL_LANES, value);
+    return __reduce_add_sync(FULL_WARP, value);
 }
 
 /* Work and longest request of the step, from what every warp left in shared memory. */
@@ -75,7 +74,7 @@ static __device__ __forceinline__ kbmla_plan_step measure_step(const plan_smem &
     const bool is_warp = lane < (int32_t)(blockDim.x / 32);
     const int32_t low = lane_sum(is_warp ? smem.warp_low[lane] : 0);
     const int32_t high = lane_sum(is_warp ? smem.warp_high[lane] : 0);
-    const int32_t most = __reduce_max_sync(ALL_LANES, is_warp ? smem.warp_most[lane] : 0);
+    const int32_t most = __reduce_max_sync(FULL_WARP, is_warp ? smem.warp_most[lane] : 0);
     return kbmla_plan_measure(&rule, (low + ((int64_t)high << 16)) * rule.num_q_tiles, most);
 }
 
@@ -113,18 +112,18 @@ static __device__ __forceinline__ int32_t price_candidate(plan_smem &smem,
     const int32_t weight = smem.class_weight[lane * PITCH + candidate];
     const int32_t average = kbmla_plan_average(weight, splits);
     /* The next shorter class that is not empty: empty ones change nothing. */
-    const uint32_t used = __ballot_sync(ALL_LANES, splits > 0), below = (1u << lane) - 1;
-    const int32_t lighter = __shfl_sync(ALL_LANES, average, 31 - __clz((int)(used & below)));
+    const uint32_t used = __ballot_sync(FULL_WARP, splits > 0), below = (1u << lane) - 1;
+    const int32_t lighter = __shfl_sync(FULL_WARP, average, 31 - __clz((int)(used & below)));
     const int32_t fall = splits > 0 ? average - (used & below ? lighter : 0) : 0;
     /* Splits of this class and all longer ones. */
     int32_t ranks = splits;
 #pragma unroll
     for (int distance = 1; distance < 32; distance <<= 1) {
-        int32_t longer = __shfl_down_sync(ALL_LANES, ranks, distance);
+        int32_t longer = __shfl_down_sync(FULL_WARP, ranks, distance);
         ranks += lane + distance < 32 ? longer : 0;
     }
     kbmla_plan_totals totals;
-    totals.splits = __shfl_sync(ALL_LANES, ranks, 0);
+    totals.splits = __shfl_sync(FULL_WARP, ranks, 0);
     totals.slots = smem.slots[candidate];
     totals.weight = lane_sum(weight);
     const kbmla_ratio waves = kbmla_make_ratio(1, clusters);
@@ -149,7 +148,7 @@ static __device__ __forceinline__ int32_t price_candidate(plan_smem &smem,
         }
     }
     totals.fullest = kbmla_max(everywhere + at_first,
-                               __reduce_max_sync(ALL_LANES, end.at < clusters ? load : 0));
+                               __reduce_max_sync(FULL_WARP, end.at < clusters ? load : 0));
     return kbmla_plan_price(&rule, &step, totals);
 }
 
@@ -164,7 +163,7 @@ static __device__ __forceinline__ void add_digits(int32_t number, uint32_t these
                                                   int32_t &sum_these, int32_t &sum_those) {
 #pragma unroll
     for (int bit = begin; bit < end; bit++) {
-        const uint32_t digit = __ballot_sync(ALL_LANES, number >> bit & 1);
+        const uint32_t digit = __ballot_sync(FULL_WARP, number >> bit & 1);
         sum_these += __popc(digit & these) << bit;
         sum_those += __popc(digit & those) << bit;
     }
@@ -190,17 +189,17 @@ static __device__ __forceinline__ void list_groups(plan_smem &smem, int32_t numb
     }
     /* A lane per split of the warp. Its group is the last that starts at or before it. */
     int2 *groups = &smem.groups[threadIdx.x & ~31u];
-    const uint32_t used = __ballot_sync(ALL_LANES, number > 0);
+    const uint32_t used = __ballot_sync(FULL_WARP, number > 0);
     if (number > 0)
         groups[__popc(used & ((1u << lane) - 1))] = make_int2(rank - before, first - before);
     __syncwarp();
-    const int32_t all = __shfl_sync(ALL_LANES, before + number, 31);
+    const int32_t all = __shfl_sync(FULL_WARP, before + number, 31);
 #pragma unroll 2
     for (int32_t begin = 0; begin < all; begin += 32) {
         const int32_t start = before - begin, at = begin + lane;
         const bool starts_here = number > 0 && (uint32_t)start < 32;
-        const uint32_t starts = __reduce_or_sync(ALL_LANES, starts_here ? 1u << start : 0);
-        const int32_t earlier = __popc(__ballot_sync(ALL_LANES, number > 0 && start < 0));
+        const uint32_t starts = __reduce_or_sync(FULL_WARP, starts_here ? 1u << start : 0);
+        const int32_t earlier = __popc(__ballot_sync(FULL_WARP, number > 0 && start < 0));
         const int2 from = groups[earlier + __popc(starts & ((2u << lane) - 1)) - 1];
         if (at < all)
             list_split(smem, from.x + at, from.y + at);
@@ -232,7 +231,7 @@ static __global__ void __launch_bounds__(1024)
     const int32_t tiles = kbmla_max(length, 0) == 0 ? 0 : ((length - 1) >> 7) + 1;
     smem.request[batch] = make_int2(tiles, kbmla_plan_limit(&rule, tiles));
     const int32_t low = lane_sum(tiles & 0xFFFF), high = lane_sum(tiles >> 16);
-    const int32_t longest = __reduce_max_sync(ALL_LANES, tiles);
+    const int32_t longest = __reduce_max_sync(FULL_WARP, tiles);
     if (lane == 0) {
         smem.warp_low[warp] = low;
         smem.warp_high[warp] = high;
@@ -259,8 +258,8 @@ static __global__ void __launch_bounds__(1024)
             smem.price[warp] = price_candidate(smem, rule, step, warp, lane);
         __syncthreads();
         const int32_t price = lane < rule.num_candidates ? smem.price[lane] : INT32_MAX;
-        const int32_t least = __reduce_min_sync(ALL_LANES, price);
-        best = __ffs(__ballot_sync(ALL_LANES, price == least)) - 1; /* candidate 0 always fits */
+        const int32_t least = __reduce_min_sync(FULL_WARP, price);
+        best = __ffs(__ballot_sync(FULL_WARP, price == least)) - 1; /* candidate 0 always fits */
     }
 
     /* From here on a thread has a group: one or two per request. */
@@ -294,16 +293,16 @@ static __global__ void __launch_bounds__(1024)
         const int32_t number = group.num_splits;
         /* Of the groups before this one in the warp: the splits of its class and of all. Splits
          * are added by their binary digits. */
-        uint32_t same = __ballot_sync(ALL_LANES, number > 0);
+        uint32_t same = __ballot_sync(FULL_WARP, number > 0);
 #pragma unroll
         for (int bit = 0; bit < 6; bit++) {
             const bool is_set = class_of >> bit & 1;
-            const uint32_t set = __ballot_sync(ALL_LANES, is_set);
+            const uint32_t set = __ballot_sync(FULL_WARP, is_set);
             same &= is_set ? set : ~set;
         }
         const uint32_t below = (1u << lane) - 1, same_below = same & below;
-        uncut_before = __popc(__ballot_sync(ALL_LANES, number == 1 && count == 1) & below);
-        most = __reduce_max_sync(ALL_LANES, number);
+        uncut_before = __popc(__ballot_sync(FULL_WARP, number == 1 && count == 1) & below);
+        most = __reduce_max_sync(FULL_WARP, number);
         add_digits<0, 1>(number, same_below, below, class_before, before);
         if (most > 1)
             add_digits<1, 3>(number, same_below, below, class_before, before);
@@ -328,14 +327,14 @@ static __global__ void __launch_bounds__(1024)
         int32_t sum = all.x + all.y;
 #pragma unroll
         for (int distance = 1; distance < 32; distance <<= 1) {
-            const int32_t longer = __shfl_up_sync(ALL_LANES, sum, distance);
+            const int32_t longer = __shfl_up_sync(FULL_WARP, sum, distance);
             sum += lane >= distance ? longer : 0;
         }
         if (batch == 31)
             smem.total = sum;
         sum -= all.x + all.y;
-        const int32_t even = __shfl_sync(ALL_LANES, sum, class_of >> 1);
-        const int32_t odd = __shfl_sync(ALL_LANES, sum + all.x, class_of >> 1);
+        const int32_t even = __shfl_sync(FULL_WARP, sum, class_of >> 1);
+        const int32_t odd = __shfl_sync(FULL_WARP, sum + all.x, class_of >> 1);
         first = (class_of & 1 ? odd : even) + class_before;
 #pragma unroll 1
         for (int32_t block = 0; block < warp / BLOCK; block++)

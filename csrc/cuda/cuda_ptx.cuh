@@ -8,6 +8,9 @@
 #include <cuda_fp16.h>
 #include <stdint.h>
 
+/* All lanes, for the shuffles and votes of a whole warp. */
+static const uint32_t FULL_WARP = 0xFFFFFFFFu;
+
 static __device__ __forceinline__ uint32_t smem_address(const void *pointer) {
     return (uint32_t)__cvta_generic_to_shared(pointer);
 }
@@ -15,7 +18,7 @@ static __device__ __forceinline__ uint32_t smem_address(const void *pointer) {
 /* A value that all lanes have, as one the compiler may keep in a uniform register: addresses and
  * loop bounds that follow from it cost no registers of the threads. */
 static __device__ __forceinline__ int32_t uniform(int32_t value) {
-    return __shfl_sync(0xFFFFFFFFu, value, 0);
+    return __shfl_sync(FULL_WARP, value, 0);
 }
 
 /* ---- asynchronous copies and their barriers */

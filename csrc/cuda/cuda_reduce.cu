@@ -25,7 +25,6 @@ enum {
     LANES = 16,        /* of a team */
     GROUP = 4          /* splits of a team that are skipped together */
 };
-static const uint32_t FULL_WARP = 0xFFFFFFFFu;
 
 /* The columns of a row are shared by COLUMN_BLOCKS blocks: by several where rows are so few that
  * SMs would idle; such a block has up to all of a much split row in flight at once. */

@@ -66,8 +66,8 @@ static __device__ __forceinline__ void produce_pages(const decode_params &params
             }
             const bool is_mine = lane - first < boxes && token < item.end;
             const bool is_bad = is_mine && (uint32_t)page >= (uint64_t)params.args.num_pages;
-            const uint32_t good = __ballot_sync(0xFFFFFFFFu, is_mine && !is_bad);
-            uint32_t bad = __ballot_sync(0xFFFFFFFFu, is_bad);
+            const uint32_t good = __ballot_sync(FULL_WARP, is_mine && !is_bad);
+            uint32_t bad = __ballot_sync(FULL_WARP, is_bad);
             const uint32_t to = ring + place.stage() * STAGE_BYTES;
             mbarrier_wait(empty + 8 * place.stage(), place.phase() ^ 1);
             if (bad != 0) {
@@ -112,7 +112,7 @@ static __device__ __forceinline__ void announce_rows(sm90_smem<N> &smem, ring_pl
 }
 
 /* Any page size and stride, row by row: warp w copies rows 32w .. 32w + 31 of a stage, lane l knows
- * where row l of these is: 0 past the end, 1 on a page that does not exist. */
+ * where row l of these is, 0 past the end. */
 template <int N>
 static __device__ __forceinline__ void produce_rows(const decode_params &params, sm90_smem<N> &smem,
                                                     uint32_t producer_warp) {
@@ -120,7 +120,6 @@ static __device__ __forceinline__ void produce_rows(const decode_params &params,
     constexpr int UNROLL = N > 48 ? 1 : 4; /* as registers allow */
     const kbmla_decode_args &args = params.args;
     const uint32_t lane = threadIdx.x & 31, first_row = 32 * producer_warp;
-    const uint32_t page_mask = (uint32_t)params.args.page_size - 1;
     const uint32_t ring = smem_address(smem.ring), full = smem_address(smem.full_bar),
                    empty = smem_address(smem.empty_bar);
     ring_place<N> place = {0};
@@ -137,16 +136,9 @@ static __device__ __forceinline__ void produce_rows(const decode_params &params,
         for (uint32_t first = item.begin; first / KBMLA_TILE_TOKENS * KBMLA_TILE_TOKENS < item.end;
              first += STAGE_TOKENS) {
             const uint32_t token = first + first_row + lane;
-            uint64_t row = 0;
-            if (token < item.end) {
-                const int32_t page = table[token >> params.page_shift];
-                row = (uint32_t)page < (uint64_t)args.num_pages
-                          ? (uint64_t)(args.cache + page * args.cache_page_stride +
-                                       (token & page_mask) * args.cache_row_stride)
-                          : 1;
-            }
+            const uint64_t row = token < item.end ? cache_row(params, table, token) : 0;
             const bool is_free = mbarrier_poll(empty + 8 * place.stage(), place.phase() ^ 1);
-            if (!__all_sync(0xFFFFFFFFu, is_free)) {
+            if (!__all_sync(FULL_WARP, is_free)) {
                 /* The consumers may be waiting for what is on its way. */
                 announce_rows<N>(smem, place, on_their_way, lane);
                 on_their_way = 0;
@@ -155,18 +147,18 @@ static __device__ __forceinline__ void produce_rows(const decode_params &params,
             const uint32_t to = ring + place.stage() * STAGE_BYTES;
 #pragma unroll UNROLL
             for (uint32_t r = 0; r < 32; r++) {
-                const uint64_t from = __shfl_sync(0xFFFFFFFFu, row, (int)r);
-                if (from > 1)
+                const uint64_t from = __shfl_sync(FULL_WARP, row, (int)r);
+                if (from > MISSING_ROW)
                     cp_async_16(to + row_chunk_offset(first_row + r, lane, PANEL_BYTES),
                                 (const uint8_t *)from + 16 * lane);
-                else if (from == 1)
+                else if (from == MISSING_ROW)
                     fill_rows(to, first_row + r, 1, lane);
             }
 #pragma unroll
             for (uint32_t r = 0; r < 32; r += 8) {
                 const uint32_t at = r + (lane >> 2), chunk = 32 + (lane & 3);
-                const uint64_t from = __shfl_sync(0xFFFFFFFFu, row, (int)at);
-                if (from > 1)
+                const uint64_t from = __shfl_sync(FULL_WARP, row, (int)at);
+                if (from > MISSING_ROW)
                     cp_async_16(to + row_chunk_offset(first_row + at, chunk, PANEL_BYTES),
                                 (const uint8_t *)from + 16 * chunk);
             }
@@ -198,8 +190,7 @@ static __device__ __forceinline__ void copy_query_rows(const decode_params &para
         const int32_t rows = kbmla_min(32, N - begin);
 #pragma unroll 2
         for (int32_t row = 0; row < rows; row++) {
-            const uint8_t *from =
-                (const uint8_t *)__shfl_sync(0xFFFFFFFFu, address, row) + 16 * lane;
+            const uint8_t *from = (const uint8_t *)__shfl_sync(FULL_WARP, address, row) + 16 * lane;
             const uint32_t bytes = begin + row < item.rows ? 16 : 0;
             cp_async_16_or_zero(q + row_chunk_offset(begin + row, lane, panel_bytes), from, bytes);
             if (lane < 4)

@@ -65,14 +65,14 @@ static __device__ __forceinline__ lane_share combine_lanes(float (&x)[VALUES], i
                 if (i < count) {
                     const float kept = is_upper ? x[i + count] : x[i];
                     const float sent = is_upper ? x[i] : x[i + count];
-                    x[i] = combine(kept, __shfl_xor_sync(0xFFFFFFFFu, sent, bit));
+                    x[i] = combine(kept, __shfl_xor_sync(FULL_WARP, sent, bit));
                 }
             share.first += is_upper ? count : 0;
         } else {
 #pragma unroll
             for (int i = 0; i < VALUES; i++)
                 if (i < count)
-                    x[i] = combine(x[i], __shfl_xor_sync(0xFFFFFFFFu, x[i], bit));
+                    x[i] = combine(x[i], __shfl_xor_sync(FULL_WARP, x[i], bit));
             share.is_writer = share.is_writer && !is_upper;
         }
     }
