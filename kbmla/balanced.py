@@ -175,7 +175,10 @@ class BalancedMla:
         q = query.shape[1] if isinstance(query, Tensor) else -1
         core, (counts, work) = self._prepared(q, query, "query")
         if self.key(q, query.shape[0]) not in self._planned:
-            raise RuntimeError("decode: expected a plan first, none was made of such a step")
+            raise RuntimeError(
+                f"decode: expected a plan first, none was made for {query.shape[0]} requests of "
+                f"{q} query tokens"
+            )
         core.decode(
             query,
             cache,

@@ -31,8 +31,8 @@ P_SCALE = 256.0
 POLICIES = ("balanced", "equal", "fixed")
 # In the order of C's kbmla_backend: any CPU, any card from SM80 on, H100 and H200.
 BACKENDS = ("cpu", "cuda", "sm90")
-_LEAST_CAPABILITY = (8, 0)
-_SM90_CAPABILITY = (9, 0)
+LEAST_CAPABILITY = (8, 0)
+SM90_CAPABILITY = (9, 0)
 _MAX_CPU_CLUSTERS = 4096
 _P_SCALES = tuple(2**i for i in range(9))
 
@@ -86,11 +86,11 @@ def _backends_of(device: torch.device) -> tuple[str, ...]:
             f"device: expected cpu or one of {number} CUDA devices that torch sees, got {device}"
         )
     capability = torch.cuda.get_device_capability(device)
-    if capability < _LEAST_CAPABILITY:
+    if capability < LEAST_CAPABILITY:
         raise NotImplementedError(
             f"device: expected compute capability 8.0 or later, got {capability} of {device}"
         )
-    return ("sm90", "cuda") if capability == _SM90_CAPABILITY else ("cuda",)
+    return ("sm90", "cuda") if capability == SM90_CAPABILITY else ("cuda",)
 
 
 def supports(heads: int, q: int, device: torch.device | str) -> bool:

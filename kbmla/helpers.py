@@ -10,13 +10,13 @@ None; a value is refused with ValueError.
 from __future__ import annotations
 
 import ctypes
-import operator
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 
 from ._lib import lib
+from .core import as_int
 
 __all__ = [
     "MLAStaticTileScheduler",
@@ -175,10 +175,7 @@ for _name, (_restype, _argtypes) in _SIGNATURES.items():
 
 def _int32(name: str, value: int, least: int) -> int:
     """`value` as an int within `least`..2**31-1, or an error that names it."""
-    try:
-        number = operator.index(value)
-    except TypeError:
-        raise TypeError(f"{name}: expected an integer, got {type(value).__name__}") from None
+    number = as_int(name, value)
     if not least <= number <= _INT32_MAX:
         raise ValueError(f"{name}: expected {least}..{_INT32_MAX}, got {number}")
     return number

@@ -44,10 +44,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     backend = config.getoption("--backend")
     cases.prefer_backend(backend)
-    if backend and torch.cuda.is_available() and cases.backend_on("cuda") != backend:
-        raise pytest.UsageError(
-            f"--backend {backend}: this build on this device has {cases.backend_on('cuda')}"
-        )
+    if backend and torch.cuda.is_available() and (found := gpu_backend()) != backend:
+        raise pytest.UsageError(f"--backend {backend}: this build on this device has {found}")
     for line in (
         "gpu: needs a CUDA device",
         "sm90: needs a Hopper GPU",
@@ -58,8 +56,18 @@ def pytest_configure(config: pytest.Config) -> None:
         config.addinivalue_line("markers", line)
 
 
+def gpu_backend() -> str:
+    """Name of the backend that the GPU tests run on, or why there is none."""
+    if not torch.cuda.is_available():
+        return "none: torch sees no CUDA device"
+    try:
+        return cases.backend_on("cuda")
+    except NotImplementedError as error:
+        return f"none: {error}"
+
+
 def pytest_report_header() -> str:
-    return f"GPU backend: {cases.backend_on('cuda') if torch.cuda.is_available() else 'no device'}"
+    return f"GPU backend: {gpu_backend()}"
 
 
 def need_cuda(count: int = 1) -> None:

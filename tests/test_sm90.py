@@ -34,6 +34,7 @@ from compare import (
     BF16_NORM,
     FP22_SCALE,
     NORM_BOUND,
+    PROBE_LSE,
     ROW_BOUND,
     assert_probe,
     assert_result,
@@ -67,9 +68,9 @@ def pool(sm90: torch.device) -> torch.Tensor:
 
 @pytest.mark.parametrize("kind", ["gaussian", "aligned", "wide"])
 def test_scores_are_those_of_the_model(sm90, kind):
-    """Requests of one key: at a softmax scale of ln 2 the lse is the raw score itself, bit for bit
-    that of `reference.fp22_products` (neighbours are 2^-13 of a panel's sum apart), and no further
-    from the exact one than the rule allows."""
+    """Requests of one key: at a softmax scale of ln 2 the lse is the raw score itself: to FP32
+    roundings that of `reference.fp22_products` (neighbours are 2^-13 of a panel's sum apart), and
+    no further from the exact one than the rule allows."""
     requests, heads = 200, 64
     g = torch.Generator().manual_seed(len(kind))
     keys = torch.randn(requests, 576, generator=g)
@@ -107,12 +108,13 @@ def test_scores_are_those_of_the_model(sm90, kind):
 @pytest.mark.parametrize("p_scale", [1.0, 256.0])
 def test_queries_along_their_keys(sm90, p_scale):
     """Scores of hundreds, all products of one sign: they err by per cents of P, which the model
-    knows, so the usual bounds hold against it."""
+    knows, so against it the lse is as good as a probe's. Few keys hold the weight of a row: their
+    roundings of P, 2^-4 at most each, hardly average, for which out has twice the usual bound."""
     batch = make_batch([600, 1, 65], 16, 2, device=sm90, seed=2)
     for b, rows in enumerate(batch.rows):
         batch.query[b, :, : min(16, rows.shape[0])] = rows[:16].to(sm90)
     got = decode(core(batch, p_scale=p_scale), batch, 3)
-    assert_result(*got, *truth(batch, fp22=True, on=sm90), norm=2 * NORM_BOUND, lse_bound=1e-4)
+    assert_result(*got, *truth(batch, fp22=True, on=sm90), norm=2 * NORM_BOUND, lse_bound=PROBE_LSE)
 
 
 # ---------------------------------------------------------------------------- sums of O

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .. import BalancedMla
 from .._lib import has_cuda_kernels
-from ..core import KvBalancedMla
+from ..core import LEAST_CAPABILITY, SM90_CAPABILITY, KvBalancedMla
 from . import releases
 
 releases.require_supported()  # before names are imported that other releases may lack
@@ -56,7 +56,7 @@ def _say_which_kernel(device: torch.device) -> None:
     """Says once in the log that a card other than Hopper is served by the portable kernel."""
     if device.type == "cuda":
         capability = torch.cuda.get_device_capability(device)
-        if capability != (9, 0):
+        if capability != SM90_CAPABILITY:
             _log.info_once(
                 "kbmla: compute capability %d.%d: the portable CUDA kernel serves", *capability
             )
@@ -96,7 +96,7 @@ class KbmlaBackend(MLACommonBackend):
 
     @classmethod
     def supports_compute_capability(cls, capability: Any) -> bool:
-        return bool((capability.major, capability.minor) >= (8, 0))
+        return bool((capability.major, capability.minor) >= LEAST_CAPABILITY)
 
     @classmethod
     def supports_device_cpu_query_lens_mismatch(cls) -> bool:

@@ -72,6 +72,7 @@ def schedule(llm: Any, rng: random.Random, counts: Counter[str]) -> None:
         waiting.append((rng.randint(0, 30), tokens, rng.randint(1, 200), rng.random() < 0.2))
     waiting.sort(key=lambda one: one[0], reverse=True)
     aborts: dict[int, list[str]] = {}
+    ended: set[str] = set()
     step = 0
     while waiting or serving.has_unfinished_requests():
         while waiting and (waiting[-1][0] <= step):
@@ -84,13 +85,15 @@ def schedule(llm: Any, rng: random.Random, counts: Counter[str]) -> None:
             serving.add_request(name, {"prompt_token_ids": tokens}, settings)
             if leaves:
                 aborts.setdefault(step + rng.randint(1, 20), []).append(name)
-        if names := aborts.pop(step, None):
+        if names := [name for name in aborts.pop(step, []) if name not in ended]:
             serving.abort_request(names)
+            ended.update(names)
             counts["aborted"] += len(names)
         for output in serving.step():
-            if output.finished:
+            if output.finished and output.request_id not in ended:
+                ended.add(output.request_id)
                 counts["finished"] += 1
-                chosen = output.outputs[0].logprobs or []  # none of a request that left early
+                chosen = output.outputs[0].logprobs
                 values = [next(iter(one.values())).logprob for one in chosen]
                 counts["not finite"] += sum(not abs(value) < float("inf") for value in values)
         step += 1

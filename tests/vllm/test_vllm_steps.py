@@ -15,7 +15,7 @@ pytest.importorskip("vllm.version", reason="vLLM is not installed; see make test
 
 import torch
 from cases import make_batch, random_query, random_rows, shard
-from compare import assert_bitwise, assert_empty_rows, assert_result, norm_error, truth
+from compare import NORM_BOUND, assert_bitwise, assert_empty_rows, assert_result, norm_error, truth
 from engine_cpu import engine_config, make_builder, make_layer, step
 from log_lines import log_lines
 from vllm.v1.attention.backend import AttentionCGSupport
@@ -212,7 +212,8 @@ def test_context_parallel(tmp_path, world, interleave, q):
     seen = ~ref_lse.isneginf()
     merged = merged.unflatten(0, ref.shape[:2])
     assert merged.isfinite().all()
-    assert norm_error(merged[seen], ref[seen]) < 0.03
+    # Each rank rounds to BF16 before the merge, 2^-9 of a value: inside the margin of the bound.
+    assert norm_error(merged[seen], ref[seen]) <= NORM_BOUND
 
 
 def test_prepared_before_the_first_step(tmp_path):
@@ -322,4 +323,5 @@ def test_whole_layer(tmp_path):
     ref, _ = truth(absorbed)
     ref = torch.einsum("thl,hvl->thv", ref[:, 0].double(), w[:, 128:]).flatten(1)
     assert output.isfinite().all()
-    assert norm_error(output, ref) < 0.05
+    # A projection of out errs by as much in the norm; the layer's BF16 is inside the margin.
+    assert norm_error(output, ref) <= NORM_BOUND
