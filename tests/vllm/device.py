@@ -14,9 +14,10 @@ file of each run's numbers.
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 
-from device_accuracy import accuracy, dcp, one
+from device_accuracy import accuracy, dcp
 from device_schedules import schedules
 from device_serve import serve
 from device_speed import speed
@@ -28,20 +29,19 @@ def main() -> int:
     for function, heads in ((accuracy, [16, 20, 64, 128]), (dcp, [16, 64]), (speed, [64])):
         part = parts.add_parser(function.__name__)
         part.add_argument("--heads", type=int, nargs="+", default=heads)
+        if function is not speed:
+            part.add_argument("--jobs", type=int, default=12, help="engines at once")
         part.set_defaults(run=function)
-    part.add_argument("--layers", type=int, default=24)
+    part.add_argument("--layers", type=int, default=61)
     part = parts.add_parser("schedules")
     part.add_argument("--number", type=int, default=200)
+    part.add_argument("--jobs", type=int, default=10, help="engines at once")
     part.set_defaults(run=schedules)
     part = parts.add_parser("serve")
     part.add_argument("--port", type=int, default=8011)
     part.set_defaults(run=serve)
-    part = parts.add_parser("one")  # what dcp runs
-    part.add_argument("head_count", type=int)
-    part.add_argument("spec")
-    part.add_argument("answer")
-    part.set_defaults(run=one)
     arguments = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # ends the engines too
     return 0 if arguments.run(arguments) else 1
 
 

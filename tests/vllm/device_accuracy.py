@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import json
-import subprocess
-import sys
-import tempfile
-import traceback
-from pathlib import Path
+import statistics
+from functools import partial
+from itertools import compress
 from typing import Any
 
 import torch
@@ -16,10 +13,10 @@ from device_engine import (
     DECODE_GRAPHS,
     EAGER,
     FULL_GRAPHS,
-    HERE,
     KBMLA,
     LENGTHS,
     MIXED,
+    SIDE_BY_SIDE,
     TOKENS,
     count_plans,
     engine,
@@ -31,11 +28,13 @@ from device_engine import (
     save,
     speculative_graphs,
 )
+from device_jobs import preload, run_jobs
 from tiny_model import FIRST_TOKEN, VOCABULARY
 
 
-def generate(llm: Any, loop: bool) -> list[dict[str, list]]:
-    """Tokens and their log-probabilities per prompt: forced random tokens, or greedy ones."""
+def generate(llm: Any, loop: bool, longest: int | None = None) -> list[dict[str, Any]]:
+    """Tokens and their log-probabilities per prompt: forced random tokens, or greedy ones. Prompts
+    of more than `longest` tokens are left out: they have no tokens."""
     from vllm import SamplingParams
 
     generator = torch.Generator().manual_seed(6)
@@ -54,35 +53,57 @@ def generate(llm: Any, loop: bool) -> list[dict[str, list]]:
                 **extra,
             )
         )
-    given = [{"prompt_token_ids": tokens} for tokens in prompts(loop)]
-    results = []
-    for output, forced in zip(llm.generate(given, parameters, use_tqdm=False), wanted, strict=True):
+    chosen = [longest is None or length <= longest for length in LENGTHS]
+    given = [{"prompt_token_ids": tokens} for tokens in compress(prompts(loop), chosen)]
+    outputs = iter(llm.generate(given, list(compress(parameters, chosen)), use_tqdm=False))
+    results: list[dict[str, Any]] = []
+    for forced, is_chosen in zip(wanted, chosen, strict=True):
+        if not is_chosen:
+            results.append({"tokens": [], "lp": [], "cached": 0})
+            continue
+        output = next(outputs)
         tokens = list(output.outputs[0].token_ids)
         if not loop and tokens != forced:
             raise RuntimeError(f"tokens: expected the forced {forced[:8]}..., got {tokens[:8]}...")
-        chosen = zip(output.outputs[0].logprobs, tokens, strict=True)
+        values = zip(output.outputs[0].logprobs, tokens, strict=True)
         results.append(
-            {"tokens": tokens, "lp": [float(one[token].logprob) for one, token in chosen]}
+            {
+                "tokens": tokens,
+                "lp": [float(one[token].logprob) for one, token in values],
+                # vLLM's own counter of hits misses those that it hears of between two generations.
+                "cached": output.num_cached_tokens,
+            }
         )
     return results
 
 
 def one_run(heads: int, spec: dict[str, Any]) -> dict[str, Any]:
     """Loads one engine and lets it generate what `spec` names, "forced" and "loop" in its order."""
-    options = dict(spec["options"])
+    options = SIDE_BY_SIDE | spec["options"]
     if "speculative_config" not in options:  # which takes no logits processors
         options["logits_processors"] = ["forced_tokens:ForcedTokens"]
     planned.clear()
     run: dict[str, Any] = {}
     with engine(model(heads), spec["backend"], spec["cache"], **options) as llm:
         for number, kind in enumerate(spec["kinds"]):
-            run[kind if kind not in run else f"{kind}{number}"] = generate(llm, kind == "loop")
+            run[kind if kind not in run else f"{kind}{number}"] = generate(
+                llm, kind == "loop", spec.get("longest")
+            )
         if "speculative_config" in options:
             run["drafts"] = metric(llm, "vllm:spec_decode_num_draft_tokens")
             run["accepted"] = metric(llm, "vllm:spec_decode_num_accepted_tokens")
-        run["hits"] = metric(llm, "vllm:prefix_cache_hits")
     run["planned"] = dict(planned)
     return run
+
+
+def excess(run: list[dict], peer: list[dict], reference: list[dict]) -> tuple[float, float]:
+    """(mean, its standard error) of how much further from `reference` the forced tokens of `run`
+    are than those of `peer`. A prompt counts as one observation: its tokens share a cache."""
+    prompts = []
+    for mine, theirs, truth in zip(run, peer, reference, strict=True):
+        values = zip(mine["lp"], theirs["lp"], truth["lp"], strict=True)
+        prompts.append(statistics.mean(abs(a - t) - abs(b - t) for a, b, t in values))
+    return statistics.mean(prompts), statistics.stdev(prompts) / len(prompts) ** 0.5
 
 
 def difference(run: list[dict], other: list[dict]) -> tuple[float, float, int, bool]:
@@ -90,6 +111,8 @@ def difference(run: list[dict], other: list[dict]) -> tuple[float, float, int, b
     tokens compared, whether all of `run` are finite)."""
     deltas = []
     for mine, theirs in zip(run, other, strict=True):
+        if not mine["tokens"]:
+            continue
         pairs = list(zip(mine["tokens"], theirs["tokens"], strict=True))
         same = next((i for i, (a, b) in enumerate(pairs) if a != b), len(pairs))
         deltas += [abs(a - b) for a, b in zip(mine["lp"][:same], theirs["lp"][:same], strict=True)]
@@ -132,7 +155,7 @@ def compare(heads: int, runs: dict[str, dict[str, Any]]) -> tuple[list[list[Any]
             if reference is None or base not in reference:
                 continue
             mean, most, count, finite = difference(run[kind], reference[base])
-            note, fine = "", finite
+            note, peer_note, fine = "", "", finite
             from_eager = ""
             if name == PEER["name"]:
                 noise[base] = mean
@@ -140,8 +163,13 @@ def compare(heads: int, runs: dict[str, dict[str, Any]]) -> tuple[list[list[Any]
                 moved[kind] = difference(run[kind], runs[PEER["name"]][base])[0]
                 from_eager = f"{moved[kind]:.5f}"
             if name.startswith("kbmla"):
-                if name == EAGER_RUN["name"] and base == "forced":
-                    fine &= mean <= noise.get(base, 0.0)
+                if name == EAGER_RUN["name"] and base == "forced" and PEER["name"] in runs:
+                    # "At most FLASHMLA's" as a test of it: the rounding of cache and query, which
+                    # both share, makes most of the distance, and that of P differs from token to
+                    # token, so equal backends exceed each other in half of all draws.
+                    more, error = excess(run[kind], runs[PEER["name"]][base], reference[base])
+                    fine &= more <= 2 * error
+                    peer_note = f"{more:+.5f} +- {error:.5f} of FLASHMLA; "
                 if eager is not None and base in eager and name != EAGER_RUN["name"]:
                     apart, _, count, _ = difference(run[kind], eager[base])
                     from_eager = f"{apart:.5f}"
@@ -149,11 +177,13 @@ def compare(heads: int, runs: dict[str, dict[str, Any]]) -> tuple[list[list[Any]
                     if name == MIXED_RUN["name"]:
                         allowed = max(allowed, moved.get(kind, 0.0))
                     fine &= apart <= allowed
-                note = f"planned {run['planned']}" if run["planned"] else ""
+                note = peer_note + (f"planned {run['planned']}" if run["planned"] else "")
                 if "drafts" in run:
                     note += f" drafts {run['drafts']:.0f} accepted {run['accepted']:.0f}"
-                if run.get("hits"):
-                    note += f" prefix hits {run['hits']:.0f}"
+                if name == MIXED_RUN["name"]:
+                    cached = sum(one["cached"] for one in run[kind])
+                    fine &= cached > 0 or kind in BOTH
+                    note += f" prefix tokens {cached}"
             good &= fine or not name.startswith("kbmla")
             rows.append(
                 [heads, name, kind, f"{mean:.5f}", f"{most:.4f}", from_eager, count,
@@ -165,90 +195,68 @@ def compare(heads: int, runs: dict[str, dict[str, Any]]) -> tuple[list[list[Any]
 HEAD = ["heads", "run", "tokens", "mean |dlp| bf16", "max", "to eager", "compared", "", "note"]
 
 
-def attempt(heads: int, one: dict[str, Any]) -> dict[str, Any]:
-    """`one_run` in this process, which saves imports; if it fails, as an engine may after another
-    one, in a process of its own."""
-    try:
-        return one_run(heads, one)
-    except Exception:
-        traceback.print_exc()
-    return child(heads, one)
+JOB_SECONDS = 240
+
+
+def compared(heads: list[int], specs: list[dict[str, Any]], at_once: int, title: str) -> bool:
+    """Runs `specs` with every head count, prints each head count's table as its last run ends and
+    saves its runs."""
+    jobs = {f"{count} heads, {one['name']}": (count, one) for one in specs for count in heads}
+    runs: dict[int, dict[str, dict[str, Any]]] = {count: {} for count in heads}
+    rows, good = {}, {}
+
+    def done(name: str, run: dict[str, Any]) -> None:
+        count, one = jobs[name]
+        runs[count][one["name"]] = run
+        if len(runs[count]) == len(specs):
+            runs[count] = {one["name"]: runs[count][one["name"]] for one in specs}
+            save(f"{title}{count}", runs[count])
+            rows[count], good[count] = compare(count, runs[count])
+            print_table(HEAD, rows[count])
+
+    run_jobs(
+        {f"model of {count} heads": partial(model, count) for count in heads}, at_once, JOB_SECONDS
+    )
+    work = {name: partial(one_run, count, one) for name, (count, one) in jobs.items()}
+    run_jobs(work, at_once, JOB_SECONDS, done)
+    print_table(HEAD, [row for count in heads for row in rows[count]])
+    return all(good.values())
 
 
 def accuracy(arguments: argparse.Namespace) -> bool:
+    preload()
     count_plans()
-    rows, good = [], True
-    for heads in arguments.heads:
-        specs = [
-            REFERENCE,
-            PEER,
-            EAGER_RUN,
-            spec("kbmla decode graphs", KBMLA, "fp8", BOTH, **DECODE_GRAPHS),
-            spec("kbmla full graphs", KBMLA, "fp8", BOTH, **FULL_GRAPHS),
-            MIXED_PEER,
-            MIXED_RUN,
-            spec("kbmla n-gram", KBMLA, "fp8", ["loop"], **speculative_graphs()),
-        ]
-        runs = {one["name"]: attempt(heads, one) for one in specs}
-        save(f"accuracy{heads}", runs)
-        table, fine = compare(heads, runs)
-        rows, good = rows + table, good and fine
-    print_table(HEAD, rows)
-    return good
+    specs = [
+        REFERENCE,
+        PEER,
+        EAGER_RUN,
+        spec("kbmla decode graphs", KBMLA, "fp8", BOTH, **DECODE_GRAPHS),
+        spec("kbmla full graphs", KBMLA, "fp8", BOTH, **FULL_GRAPHS),
+        MIXED_PEER,
+        MIXED_RUN,
+        spec("kbmla n-gram", KBMLA, "fp8", ["loop"], **speculative_graphs()),
+    ]
+    return compared(arguments.heads, specs, arguments.jobs, "accuracy")
 
 
 def dcp(arguments: argparse.Namespace) -> bool:
+    preload()
     count_plans()
-    rows, good = [], True
-    for heads in arguments.heads:
-        specs = [spec("kbmla TP 2", KBMLA, "fp8", BOTH, **DECODE_GRAPHS, tensor_parallel_size=2)]
-        for interleave in (1, 64):
-            ranks = {
-                "tensor_parallel_size": 2,
-                "decode_context_parallel_size": 2,
-                "cp_kv_cache_interleave_size": interleave,
-            }
-            name = f"kbmla DCP 2, interleave {interleave}"
-            specs.append(spec(name, KBMLA, "fp8", BOTH, **DECODE_GRAPHS, **ranks))
-        specs.append(
-            spec(f"{name}, n-gram", KBMLA, "fp8", ["loop"], **speculative_graphs(), **ranks)
-        )
-        # On two GPUs each engine gets a process of its own, whose workers see no other CUDA user.
-        two = {one["name"]: child(heads, one) for one in specs}
-        runs = {one["name"]: attempt(heads, one) for one in (REFERENCE, PEER, EAGER_RUN)} | two
-        save(f"dcp{heads}", runs)
-        table, fine = compare(heads, runs)
-        rows, good = rows + table, good and fine
-    print_table(HEAD, rows)
-    return good
-
-
-CHILD_SECONDS = 150
-
-
-def child(heads: int, one: dict[str, Any]) -> dict[str, Any]:
-    """`one_run` in a process of its own."""
-    model(heads)
-    with tempfile.NamedTemporaryFile("r", suffix=".json") as answer:
-        command = [
-            sys.executable,
-            str(HERE / "device.py"),
-            "one",
-            str(heads),
-            json.dumps(one),
-            answer.name,
-        ]
-        try:
-            done = subprocess.run(command, timeout=CHILD_SECONDS)
-        except subprocess.TimeoutExpired:
-            return {"error": f"no end within {CHILD_SECONDS} s"}
-        if done.returncode:
-            return {"error": f"exit status {done.returncode}"}
-        return json.load(answer)
-
-
-def one(arguments: argparse.Namespace) -> bool:
-    count_plans()
-    run = one_run(arguments.head_count, json.loads(arguments.spec))
-    Path(arguments.answer).write_text(json.dumps(run))
-    return True
+    specs = [spec("kbmla TP 2", KBMLA, "fp8", BOTH, **DECODE_GRAPHS, tensor_parallel_size=2)]
+    for interleave in (1, 64):
+        ranks = {
+            "tensor_parallel_size": 2,
+            "decode_context_parallel_size": 2,
+            "cp_kv_cache_interleave_size": interleave,
+        }
+        name = f"kbmla DCP 2, interleave {interleave}"
+        specs.append(spec(name, KBMLA, "fp8", BOTH, **DECODE_GRAPHS, **ranks))
+        drafts = spec(f"{name}, n-gram", KBMLA, "fp8", ["loop"], **speculative_graphs(), **ranks)
+        if interleave > 1:
+            # vLLM 0.26's own prefill fails an assertion (reorg_kvcache) where a request without
+            # drafts has more context than one chunk and the chunk is no multiple of ranks *
+            # interleave: here 65,536 / 9, 11 or 12 such requests, rounded down to pages.
+            drafts["longest"] = 4000
+        specs.append(drafts)
+    specs = [REFERENCE, PEER, EAGER_RUN, *specs]
+    return compared(arguments.heads, specs, arguments.jobs, "dcp")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import os
@@ -9,7 +10,6 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +24,13 @@ os.environ.update(
     VLLM_NO_USAGE_STATS="1",
     VLLM_DO_NOT_TRACK="1",
     VLLM_USE_FLASHINFER_SAMPLER="0",
-    VLLM_LOGGING_LEVEL=os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"),
+    VLLM_LOGGING_LEVEL=os.environ.get("VLLM_LOGGING_LEVEL", "INFO"),
+    VLLM_DISABLE_COMPILE_CACHE="1",  # which engines side by side would share
+    VLLM_ALLREDUCE_USE_SYMM_MEM="0",  # two GPUs: over NCCL, without NVLink multicast
 )
 
 LENGTHS = [3, 17, 64, 65, 130, 700, 1500, 4000, 9000, 30, 31, 32]
-TOKENS = 64
+TOKENS = 256
 EAGER = {"enforce_eager": True}
 SIZES = [1, 2, 4, 8, 16, 32]
 DECODE_GRAPHS = {
@@ -56,6 +58,9 @@ NGRAM = {
     }
 }
 MIXED = {"enable_prefix_caching": True, "max_num_batched_tokens": 1024}
+# Of an engine that shares its card: vLLM's memory profile refuses a card whose free memory grows
+# beside it, so the size of the cache is given.
+SIDE_BY_SIDE = {"gpu_memory_utilization": 0.03, "kv_cache_memory_bytes": 1 << 30}
 KBMLA = "kbmla"  # stands for the name that the release takes
 
 
@@ -67,8 +72,11 @@ def model(heads: int, layers: int = 3) -> str:
     """Folder of a tiny model, written when it is first asked for."""
     path = models() / f"heads{heads}-layers{layers}"
     if not path.exists():
-        write_model(path, heads, layers)
-        write_tokenizer(path)
+        begun = path.with_suffix(f".{os.getpid()}")
+        write_model(begun, heads, layers, distinct=3)
+        write_tokenizer(begun)
+        with contextlib.suppress(OSError):  # another process was faster
+            begun.rename(path)
     return str(path)
 
 
@@ -97,7 +105,7 @@ def count_plans() -> None:
     KbmlaMetadataBuilder._build_decode = counting
 
 
-@contextmanager
+@contextlib.contextmanager
 def engine(path: str, backend: str, cache: str, **options: Any) -> Iterator[Any]:
     """An engine in this process (with several GPUs: its workers in others), gone afterwards."""
     ranks = options.get("tensor_parallel_size", 1)

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import argparse
 import random
-import time
-import traceback
 from collections import Counter
+from functools import partial
 from typing import Any
 
 from device_engine import (
     DECODE_GRAPHS,
     KBMLA,
     MIXED,
+    SIDE_BY_SIDE,
     count_plans,
     cycle,
     engine,
@@ -20,40 +20,64 @@ from device_engine import (
     model,
     planned,
     print_table,
+    save,
     speculative_graphs,
 )
+from device_jobs import preload, run_jobs
 from tiny_model import FIRST_TOKEN, VOCABULARY
+
+SECONDS = 400
+# 100 pages are 6,400 tokens: less than the requests of most schedules ask for.
+SMALL = {"num_gpu_blocks_override": 100, "max_model_len": 4096}
+
+
+def run_seeds(options: dict[str, Any], seeds: list[int]) -> dict[str, Any]:
+    """One engine that serves the schedules of `seeds` one after the other."""
+    counts: Counter[str] = Counter()
+    with engine(model(16), KBMLA, "fp8", **SIDE_BY_SIDE, **options, **SMALL, **MIXED) as llm:
+        for seed in seeds:
+            schedule(llm, random.Random(seed), counts)
+            counts["schedules"] += 1
+            print(f"-- schedule {seed}: {dict(counts)}", flush=True)
+        counts["preempted"] = int(metric(llm, "vllm:num_preemptions"))
+    return {"counts": counts, "planned": dict(planned)}
 
 
 def schedules(arguments: argparse.Namespace) -> bool:
+    preload()
     count_plans()
+    work: dict[str, Any] = {"model of 16 heads": partial(model, 16)}
+    run_jobs(work, 1, SECONDS)
+    shares = {"graphs": (0.7, DECODE_GRAPHS), "n-gram": (0.3, speculative_graphs())}
+    work = {}
+    for name, (share, options) in shares.items():
+        seeds = list(range(round(arguments.number * share)))
+        engines = max(1, round(arguments.jobs * share))
+        for number in range(engines):
+            work[f"schedules, {name} {number}"] = partial(
+                run_seeds, options, seeds[number::engines]
+            )
+    results = run_jobs(work, arguments.jobs, SECONDS)
+    save("schedules", results)
     rows = []
-    shares = ((0.7, DECODE_GRAPHS, "graphs"), (0.3, speculative_graphs(), "n-gram"))
-    for share, options, name in shares:
-        planned.clear()
+    for name, (share, _) in shares.items():
         wanted = round(arguments.number * share)
-        done, error = 0, ""
-        counts: Counter[str] = Counter()
-        began = time.time()
-        try:
-            # 100 pages are 6,400 tokens: less than the requests of most schedules ask for.
-            small = {"num_gpu_blocks_override": 100, "max_model_len": 4096}
-            with engine(model(16), KBMLA, "fp8", **options, **small, **MIXED) as llm:
-                for seed in range(wanted):
-                    schedule(llm, random.Random(seed), counts)
-                    done += 1
-                counts["preempted"] = int(metric(llm, "vllm:num_preemptions"))
-        except Exception as caught:
-            traceback.print_exc()
-            error = f"{type(caught).__name__}: {caught}"[:80]
-        fine = done == wanted and not counts["not finite"] and counts["preempted"] > 0
+        parts = [one for key, one in results.items() if name in key]
+        errors = [one["error"] for one in parts if "error" in one]
+        counts, plans = Counter(), Counter()
+        for part in parts:
+            counts.update(part.get("counts", {}))
+            plans.update(part.get("planned", {}))
+        ended = counts["finished"] + counts["aborted"] == counts["requests"]
+        fine = counts["schedules"] == wanted and not counts["not finite"] and ended
+        fine &= counts["preempted"] > 0 and counts["aborted"] > 0 and not errors
         rows.append(
-            [name, f"{done}/{wanted}", counts["finished"], counts["aborted"], counts["preempted"],
-             counts["steps"], counts["not finite"], dict(planned), f"{time.time() - began:.0f}",
-             "ok" if fine else "FAIL", error]
+            [name, f"{counts['schedules']}/{wanted}", counts["requests"], counts["finished"],
+             counts["aborted"], counts["preempted"], counts["steps"], counts["values"],
+             counts["not finite"], dict(plans), "ok" if fine else "FAIL", "; ".join(errors)[:120]]
         )  # fmt: skip
-    head = ["engine", "schedules", "finished", "aborted", "preempted", "steps", "not finite",
-            "planned", "s", "", "note"]  # fmt: skip
+    head = ["engine", "schedules", "requests", "finished", "aborted", "preempted", "steps",
+            "log-probabilities", "not finite", "planned", "", "note"]  # fmt: skip
     print_table(head, rows)
     return all(row[-2] == "ok" for row in rows)
 
@@ -95,6 +119,7 @@ def schedule(llm: Any, rng: random.Random, counts: Counter[str]) -> None:
                 counts["finished"] += 1
                 chosen = output.outputs[0].logprobs
                 values = [next(iter(one.values())).logprob for one in chosen]
+                counts["values"] += len(values)
                 counts["not finite"] += sum(not abs(value) < float("inf") for value in values)
         step += 1
         counts["steps"] += 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import signal
@@ -13,6 +14,7 @@ import traceback
 from typing import Any
 
 from device_engine import DECODE_GRAPHS, LENGTHS, backend_name, cycle, model, print_table, prompts
+from device_jobs import LOGS
 from tiny_model import successor
 
 
@@ -29,7 +31,12 @@ def serve(arguments: argparse.Namespace) -> bool:
         "--served-model-name", "tiny", "--port", str(port), "--host", "127.0.0.1",
         "--compilation-config", json.dumps(DECODE_GRAPHS["compilation_config"]),
     ]  # fmt: skip
-    server = subprocess.Popen(command, start_new_session=True)
+    LOGS.mkdir(exist_ok=True)
+    log = LOGS / "serve.log"
+    with open(log, "w") as file:
+        server = subprocess.Popen(
+            command, start_new_session=True, stdout=file, stderr=subprocess.STDOUT
+        )
     rows: list[list[Any]] = []
     try:
         began = time.time()
@@ -54,12 +61,29 @@ def serve(arguments: argparse.Namespace) -> bool:
     try:
         code: int | str = server.wait(60)
     except subprocess.TimeoutExpired:
-        os.killpg(server.pid, signal.SIGKILL)
         code = "none within 60 s"
-    fine = code in (0, -signal.SIGINT, 130)
-    rows.append(["stops", "ok" if fine else "FAIL", f"status {code}, {time.time() - began:.0f} s"])
+    left = alive(server.pid)
+    fine = code in (0, -signal.SIGINT, 130) and not left
+    note = f"status {code}, {time.time() - began:.0f} s, {len(left)} processes left"
+    rows.append(["stops", "ok" if fine else "FAIL", note])
+    if not all(row[1] == "ok" for row in rows):
+        print(log.read_text(errors="replace")[-4000:])
     print_table(["server", "", "note"], rows)
     return all(row[1] == "ok" for row in rows)
+
+
+def alive(group: int) -> list[int]:
+    """Processes of the group that still run a second after their leader; they are ended."""
+    import psutil
+
+    time.sleep(1)
+    left = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
+            if os.getpgid(process.pid) == group and process.status() != psutil.STATUS_ZOMBIE:
+                left.append(process.pid)
+                process.kill()
+    return left
 
 
 def ask(port: int) -> list[list[Any]]:
@@ -72,13 +96,13 @@ def ask(port: int) -> list[list[Any]]:
         expected = cycle(successor(prompt[-1]), 16)
         answer = client.completions.create(
             model="tiny", prompt=prompt, max_tokens=16, temperature=0, logprobs=1,
-            extra_body={"ignore_eos": True},
+            extra_body={"ignore_eos": True, "return_token_ids": True},
         )  # fmt: skip
-        words = answer.choices[0].text.split()
+        tokens = answer.choices[0].token_ids
         finite = all(
             abs(value) < float("inf") for value in answer.choices[0].logprobs.token_logprobs
         )
-        right = sum(word == f"t{token}" for word, token in zip(words, expected, strict=False))
+        right = sum(a == b for a, b in zip(tokens, expected, strict=True))
         fine = finite and right == 16
         note = f"{right}/16 tokens of the cycle, finite {finite}"
         rows.append([f"answers {length} tokens", "ok" if fine else "FAIL", note])

@@ -37,9 +37,15 @@ def write_tokenizer(path: Path) -> None:
 
 
 def write_model(
-    path: Path | str, heads: int, layers: int = 3, hidden: int = 512, seed: int = 0
+    path: Path | str,
+    heads: int,
+    layers: int = 3,
+    hidden: int = 512,
+    seed: int = 0,
+    distinct: int | None = None,
 ) -> None:
-    """Writes config.json and model.safetensors of `heads` query heads to the new folder `path`."""
+    """Writes config.json and model.safetensors of `heads` query heads to the new folder `path`.
+    Layers from `distinct` on repeat the earlier ones, since drawing them takes most of the time."""
     from safetensors.torch import save_file
 
     path = Path(path)
@@ -99,20 +105,25 @@ def write_model(
         "model.norm.weight": torch.ones(hidden),
         "lm_head.weight": head,
     }
+    drawn: list[dict[str, torch.Tensor]] = []
     for layer in range(layers):
-        prefix = f"model.layers.{layer}."
-        tensors |= {
-            prefix + "input_layernorm.weight": torch.ones(hidden),
-            prefix + "post_attention_layernorm.weight": torch.ones(hidden),
-            prefix + "self_attn.q_proj.weight": normal(heads * 192, hidden, 1.5),
-            prefix + "self_attn.kv_a_proj_with_mqa.weight": normal(576, hidden),
-            prefix + "self_attn.kv_a_layernorm.weight": torch.ones(512),
-            prefix + "self_attn.kv_b_proj.weight": normal(heads * 256, 512),
-            prefix + "self_attn.o_proj.weight": normal(hidden, heads * 128, 2.0),
-            prefix + "mlp.gate_proj.weight": normal(inner, hidden),
-            prefix + "mlp.up_proj.weight": normal(inner, hidden),
-            prefix + "mlp.down_proj.weight": normal(hidden, inner, 0.5),
-        }
+        if distinct is None or layer < distinct:
+            drawn.append(
+                {
+                    "input_layernorm.weight": torch.ones(hidden),
+                    "post_attention_layernorm.weight": torch.ones(hidden),
+                    "self_attn.q_proj.weight": normal(heads * 192, hidden, 1.5),
+                    "self_attn.kv_a_proj_with_mqa.weight": normal(576, hidden),
+                    "self_attn.kv_a_layernorm.weight": torch.ones(512),
+                    "self_attn.kv_b_proj.weight": normal(heads * 256, 512),
+                    "self_attn.o_proj.weight": normal(hidden, heads * 128, 2.0),
+                    "mlp.gate_proj.weight": normal(inner, hidden),
+                    "mlp.up_proj.weight": normal(inner, hidden),
+                    "mlp.down_proj.weight": normal(hidden, inner, 0.5),
+                }
+            )
+        for name, tensor in drawn[layer % len(drawn)].items():
+            tensors[f"model.layers.{layer}.{name}"] = tensor
     save_file(
         {name: tensor.to(torch.bfloat16) for name, tensor in tensors.items()},
         str(path / "model.safetensors"),
