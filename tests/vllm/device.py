@@ -31,6 +31,7 @@ def main() -> int:
         part.add_argument("--heads", type=int, nargs="+", default=heads)
         if function is not speed:
             part.add_argument("--jobs", type=int, default=12, help="engines at once")
+            part.add_argument("--only", default="", help="kbmla's runs with this in their name")
         part.set_defaults(run=function)
     part.add_argument("--layers", type=int, default=61)
     part = parts.add_parser("schedules")

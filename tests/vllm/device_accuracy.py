@@ -198,9 +198,12 @@ HEAD = ["heads", "run", "tokens", "mean |dlp| bf16", "max", "to eager", "compare
 JOB_SECONDS = 240
 
 
-def compared(heads: list[int], specs: list[dict[str, Any]], at_once: int, title: str) -> bool:
+def compared(arguments: argparse.Namespace, specs: list[dict[str, Any]], title: str) -> bool:
     """Runs `specs` with every head count, prints each head count's table as its last run ends and
     saves its runs."""
+    heads, at_once = arguments.heads, arguments.jobs
+    base = [one["name"] for one in (REFERENCE, PEER, EAGER_RUN, MIXED_PEER)]
+    specs = [one for one in specs if one["name"] in base or arguments.only in one["name"]]
     jobs = {f"{count} heads, {one['name']}": (count, one) for one in specs for count in heads}
     runs: dict[int, dict[str, dict[str, Any]]] = {count: {} for count in heads}
     rows, good = {}, {}
@@ -236,7 +239,7 @@ def accuracy(arguments: argparse.Namespace) -> bool:
         MIXED_RUN,
         spec("kbmla n-gram", KBMLA, "fp8", ["loop"], **speculative_graphs()),
     ]
-    return compared(arguments.heads, specs, arguments.jobs, "accuracy")
+    return compared(arguments, specs, "accuracy")
 
 
 def dcp(arguments: argparse.Namespace) -> bool:
@@ -259,4 +262,4 @@ def dcp(arguments: argparse.Namespace) -> bool:
             drafts["longest"] = 4000
         specs.append(drafts)
     specs = [REFERENCE, PEER, EAGER_RUN, *specs]
-    return compared(arguments.heads, specs, arguments.jobs, "dcp")
+    return compared(arguments, specs, "dcp")
