@@ -34,7 +34,7 @@ __all__ = [
 HEAD_DIM_V = 512
 TILE_TOKENS = 128
 # Keys that share a look at the row maximum, by backend; divisors of a tile.
-STEP_TOKENS = {"cpu": 128, "cuda": 64, "sm90": 128}
+STEP_TOKENS = {"cpu": 128, "cuda": 64, "sm90": 64}
 MAX_SPLITS = 256
 E4M3_MAX = 448.0
 LOG2E = math.log2(math.e)

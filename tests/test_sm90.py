@@ -124,9 +124,10 @@ def test_queries_along_their_keys(sm90, p_scale):
 @pytest.mark.parametrize("length", [8192, 32768, 131072])
 def test_mean_of_v_over_one_long_split(sm90, capsys, heads, length):
     """V with mean 0.25 in one split. Summed in one FP22 accumulator the mean of out / ref - 1 would
-    be -3 % at 8K tokens and -39 % at 131K; summed tile by tile truncation leaves 4.2e-4 at most
-    (emulated, 128 to 2,048 keys), whatever the length. The rounding of P itself is not unbiased
-    against its unrounded sum: -5e-4 to -8e-4 on this data, on every backend alike."""
+    be -3 % at 8K tokens and -39 % at 131K; summed by 64 tokens truncation leaves less than the
+    4.2e-4 that are the most by 128 (emulated, 128 to 2,048 keys), whatever the length. The rounding
+    of P itself is not unbiased against its unrounded sum: -5e-4 to -8e-4 on this data, on every
+    backend alike."""
     requests = 4 if length < 100_000 else 1
     g = torch.Generator(sm90).manual_seed(length)
     rows = torch.randn(requests, length, 576, generator=g, device=sm90)
@@ -161,7 +162,7 @@ def test_mean_of_v_over_one_long_split(sm90, capsys, heads, length):
                 f"worst {error.max():.5f}"
             )
         means[backend] = signed
-    assert abs(means["cuda"]) <= 1e-3
+    assert max(map(abs, means.values())) <= 1e-3
     assert abs(means["sm90"] - means["cuda"]) <= 4.2e-4
     # The rounding of P is the same on both; the rest is a tenth of it at most.
     assert errors["sm90"] <= 1.2 * errors["cuda"]

@@ -3,32 +3,42 @@
  * to 64 rows.
  *
  * wgmma takes E4M3 operands from shared memory only as they lie along K, and a KV row lies along
- * the channels. So both products have tokens or columns as their M side and query rows as N:
+ * the channels. So the products are
  *
- *     S^T = K Q^T     K of 64 tokens from the ring, Q from shared memory
- *     O^T = V^T P^T   V^T through ldmatrix in registers, P from shared memory
+ *     S = Q K^T       64 rows, of which N exist, by the 64 tokens of a stage; both in shared memory
+ *     O^T = V^T P^T   columns by N rows; V^T through ldmatrix in registers, P in shared memory
  *
- * Nothing is transposed in memory, and N is the rows there are, rounded up to 16, 24, 32, 40, 48
- * or 64.
+ * Nothing is transposed in memory, and O costs what rows there are, rounded up to 16, 24, 32, 40,
+ * 48 or 64. S costs 64 always, and four lanes have all scores of a row: its maximum takes two
+ * shuffles.
  *
- *   TMA warp --full_bar[stage]--> warpgroup w: scores of stage w of the tile       64 tokens
- *      ^                          its maxima to tile_max              (barrier)
- *      |                          P of its tokens, sums               (barrier)
- *      +-----empty_bar[stage]---- columns 256w.. of O += V^T P^T     128 tokens
+ * Two warpgroups in opposite phases: each scores every second stage, and sums its 256 columns of O
+ * over all of them. While one waits for scores and exponentials, the other's products run:
+ *
+ *     warpgroup 0   S, P of 2   O += 1, 2   S, P of 4   O += 3, 4   ...
+ *     warpgroup 1   O += 0, 1   S, P of 3   O += 2, 3   S, P of 5   ...
+ *
+ *   TMA warp ----full_bar[stage]---> S of the warpgroup's stage
+ *      ^                             maxima, which go on from the other's stage before  <--
+ * P_BARRIER |                             P and the factors of older sums to shared memory   -->
+ * P_BARRIER
+ *      +-------empty_bar[stage]----- O += V^T P^T of the other's stage, then of its own
  *
  *   query warp --query_full_bar--> Q, item, visible of an item
  *      ^------query_empty_bar----- after the item's last scores
  *
- * Where no tensor map describes the cache, or pages are small, two warps copy rows instead.
+ * P and factors are kept for two tiles of 128 tokens: a warpgroup that has seen the other's P of
+ * stage k + 3 knows that it is done with those of stage k. Where no tensor map describes the cache,
+ * or pages are small, two warps copy rows instead.
  *
  * FP8 wgmma keeps 13 bits below the largest exponent of its sum and cuts off the rest, so O is
- * summed over one tile only and then added in FP32 registers; the rescale of a grown maximum rides
- * on that addition. The maximum is exact on every tile. Results of unsplit requests go straight to
+ * summed over one stage only and then added in FP32 registers; the rescale of a grown maximum rides
+ * on that addition. The maximum is exact on every stage. Results of unsplit requests go straight to
  * `out`.
  *
- * Registers of a consumer thread: O 2N and sums N/4 all along; scores N/2 and those of one panel
- * N/2, or one m tile's products N/2 and V fragments 16 or 32. Relies on kbmla.c's checks, as every
- * backend.
+ * Registers of a consumer thread: O 2N all along; 32 scores and 32 of each panel on its way, or
+ * three groups' products of V, its fragments and N/4 factors. What a lane needs of addresses is
+ * kept beside them. Relies on kbmla.c's checks, as every backend.
  */
 #include "../cuda/cuda_item.cuh"
 #include "../cuda/cuda_launch.h"
@@ -38,11 +48,6 @@
 #include "sm90_tile.cuh"
 
 /* ------------------------------------------------------------------ consumers */
-
-/* The row whose value pair `lane` of the positions begins with. */
-template <int N> static __device__ __forceinline__ int32_t pair_row(uint32_t lane) {
-    return (int32_t)(8 * (lane % (N / 8)) + 2 * (lane / (N / 8)));
-}
 
 static __device__ __forceinline__ void write_lse(const decode_params &params, const item_info &item,
                                                  const int64_t *lse_at, int32_t local, float lse) {
@@ -117,111 +122,198 @@ store_rows(const decode_params &params, const item_info &item, const float (&o)[
     }
 }
 
-/* The stage of a tile whose scores this warpgroup computes, and the other one. */
-template <int N>
-static __device__ __forceinline__ ring_place<N> own_stage(ring_place<N> first, uint32_t group) {
-    return group == 0 ? first : first.next();
+/* Named barriers, one of each warpgroup. */
+enum {
+    GROUP_BARRIER = CONSUMER_BARRIER + 1, /* its four warps */
+    P_BARRIER = GROUP_BARRIER + 2         /* its P and factors of a stage are there for the other */
+};
+
+/* A consumer thread, and where in shared memory it reads and writes. The compiler is kept from
+ * computing these again in every stage. */
+struct consumer {
+    uint32_t lane, warp, group, block_warp;
+    uint32_t values; /* V of the ring's stage 0 */
+    uint32_t p;      /* P of tile 0 */
+    uint32_t row;    /* the warp's row g in an array of 4-byte values, in bytes */
+};
+
+template <int N> static __device__ __forceinline__ consumer make_consumer(sm90_smem<N> &smem) {
+    const uint32_t lane = threadIdx.x & 31, block_warp = uniform(threadIdx.x >> 5),
+                   group = block_warp >> 2, warp = block_warp & 3, row = 16 * warp + (lane >> 2);
+    consumer self;
+    self.lane = from_here(lane);
+    self.block_warp = block_warp;
+    self.warp = warp;
+    self.group = group;
+    self.values = from_here(smem_address(smem.ring) + group * (V_COLUMNS / 128) * PANEL_BYTES +
+                            values_offset(warp, lane));
+    self.p = from_here(smem_address(smem.p) + p_offset(group, warp, lane));
+    self.row = from_here(4 * row);
+    return self;
 }
+
+/* Until the other warpgroup has weighed its stage at `place`, and the stage is there. */
 template <int N>
-static __device__ __forceinline__ ring_place<N> other_stage(ring_place<N> first, uint32_t group) {
-    return group == 0 ? first.next() : first;
+static __device__ __forceinline__ void wait_for_other(sm90_smem<N> &smem, const consumer &self,
+                                                      ring_place<N> place) {
+    named_barrier_sync(P_BARRIER + (self.group ^ 1), CONSUMERS);
+    mbarrier_wait(smem_address(&smem.full_bar[place.stage()]), place.phase());
+}
+
+/* P and its factors of the warpgroup's stage at `own`, whose first token is `token`, and its part
+ * of the row sums; waits for the other warpgroup's stage before meanwhile. */
+template <int N>
+static __device__ __forceinline__ void
+weigh(const decode_params &params, sm90_smem<N> &smem, const consumer &self, ring_place<N> own,
+      uint32_t token, uint32_t begin, uint32_t stages_end, uint32_t clean_end, uint32_t parity, float (&sums)[2]) {
+    const item_info &item = smem.item[parity];
+    const uint32_t stage = smem_address(smem.ring) + own.stage() * STAGE_BYTES;
+    const float scale = params.softmax_scale_log2;
+    panel_scores<N> scores;
+    float (&s)[STAGE_TOKENS / 2] = scores.sum;
+    mbarrier_wait(smem_address(&smem.full_bar[own.stage()]), own.phase());
+    start_scores<N>(scores, stage, smem_address(smem.q));
+    if (token != begin)
+        wait_for_other<N>(smem, self, own.previous());
+    finish_scores<N>(scores, stage, smem_address(smem.q));
+    if (self.lane == 0 && token + KBMLA_TILE_TOKENS >= stages_end)
+        mbarrier_arrive(smem_address(&smem.query_empty_bar));
+    const bool is_masked = token + STAGE_TOKENS > clean_end;
+    if (is_masked) {
+        /* All four warps read all tokens' values. */
+        clear_values(stage, token, item.end, self.warp, self.lane);
+        named_barrier_sync(GROUP_BARRIER + self.group, WARPGROUP);
+    }
+    if (16 * self.warp >= N)
+        return;
+    const uint32_t tile = token / KBMLA_TILE_TOKENS & 1,
+                   own_max = smem_address(smem.row_max[self.group]) + self.row,
+                   other_max = smem_address(smem.row_max[self.group ^ 1]) + self.row;
+    float top[2], kept[2], own_kept[2];
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+        kept[h] = load_shared_f32(other_max + 32 * h);
+        own_kept[h] = load_shared_f32(own_max + 32 * h);
+    }
+    if (is_masked)
+        mask_scores(s, smem_address(smem.visible[parity]) + self.row, token, self.lane);
+    stage_maxima(top, s);
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+        kept[h] = token != begin ? kept[h] : NO_MAXIMUM;
+        own_kept[h] = token >= begin + KBMLA_TILE_TOKENS ? own_kept[h] : NO_MAXIMUM;
+        top[h] = grown_maximum(kept[h], top[h], scale, params.growth);
+        kept[h] = exp2_approx((kept[h] - top[h]) * scale);
+        sums[h] *= exp2_approx((own_kept[h] - top[h]) * scale);
+    }
+    /* All lanes have read. */
+    __syncwarp();
+    if ((self.lane & 3) == 0) {
+        const uint32_t rescale =
+            smem_address(&smem.rescale[tile][self.group][row_position<N>(from_here(self.row) / 4)]);
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            store_shared_f32(own_max + 32 * h, top[h]);
+            store_shared_f32(rescale + 8 * h, kept[h]);
+        }
+    }
+    exponentiate(s, sums, top, scale, params.log2_p_scale, self.p + tile * sm90_smem<N>::P_BYTES);
+}
+
+/* Adds the stage at `place`, whose first token is `token`, to O. */
+template <int N>
+static __device__ __forceinline__ void
+add_stage(float (&o)[M_TILES][N / 2], value_fragments<N> &values, sm90_smem<N> &smem,
+          const consumer &self, ring_place<N> place, uint32_t token) {
+    const uint32_t tile = token / KBMLA_TILE_TOKENS & 1, group = token / STAGE_TOKENS & 1;
+    const weighted_stage from = {
+        self.values + place.stage() * STAGE_BYTES,
+        smem_address(smem.p[tile]) + group * STAGE_TOKENS,
+        smem_address(&smem.rescale[tile][group][(self.lane & 3) * sm90_smem<N>::PITCH])};
+    accumulate<N>(o, values, from);
+    __syncwarp();
+    if (self.lane == 0)
+        mbarrier_arrive(smem_address(&smem.empty_bar[place.stage()]));
 }
 
 template <int N>
 static __device__ __forceinline__ void consume(const decode_params &params, sm90_smem<N> &smem) {
-    const uint32_t lane = threadIdx.x & 31, consumer_warp = uniform(threadIdx.x >> 5),
-                   warp = consumer_warp & 3, group = consumer_warp >> 2;
-    const uint32_t ring = smem_address(smem.ring), q = smem_address(smem.q),
-                   p = smem_address(smem.p), full = smem_address(smem.full_bar),
-                   empty = smem_address(smem.empty_bar);
+    const consumer self = make_consumer<N>(smem);
+    const uint32_t lane = self.lane, block_warp = self.block_warp;
     const float scale = params.softmax_scale_log2;
-    float *const row_max = smem.row_max[consumer_warp], *const rescale =
-                                                            smem.rescale[consumer_warp];
-    ring_place<N> place = {0}; /* of the first stage of a tile */
+    /* Of the warpgroup's next stage. */
+    ring_place<N> own = {self.group};
 
     for (uint32_t parity = 0;; parity ^= 1) {
         mbarrier_wait(smem_address(&smem.query_full_bar), parity);
         const item_info &item = smem.item[parity];
         if (!uniform(item.is_valid))
             return;
-        const uint32_t begin = uniform(item.begin), end = uniform(item.end);
-        float o[M_TILES][N / 2] = {}, l[N / 4] = {}, s[N / 2];
-        forget_maxima<N>(row_max, lane);
+        /* Whole tiles, so that both warpgroups pass through as many stages. */
+        const uint32_t begin = uniform(item.begin),
+                       stages_end = uniform(item.end + KBMLA_TILE_TOKENS - 1) / KBMLA_TILE_TOKENS *
+                                    KBMLA_TILE_TOKENS;
+        const uint32_t clean_end = uniform(item.clean_end);
+        float o[M_TILES][N / 2] = {};
+        float sums[2] = {}; /* of the warp's rows g and g + 8, this lane's tokens */
 
-        constexpr bool SCORES_AHEAD = sm90_smem<N>::SCORES_AHEAD;
-        if (SCORES_AHEAD && begin < end) {
-            const ring_place<N> mine = own_stage(place, group);
-            mbarrier_wait(full + 8 * mine.stage(), mine.phase());
-            compute_scores<N>(s, ring + mine.stage() * STAGE_BYTES, q);
-        }
+        /* Warpgroup 0 comes by once more, for the last stage of the other. */
 #pragma unroll 1
-        for (uint32_t token = begin; token < end; token += KBMLA_TILE_TOKENS) {
-            const bool is_last = token + KBMLA_TILE_TOKENS >= end;
-            if constexpr (!SCORES_AHEAD) {
-                const ring_place<N> mine = own_stage(place, group);
-                mbarrier_wait(full + 8 * mine.stage(), mine.phase());
-                compute_scores<N>(s, ring + mine.stage() * STAGE_BYTES, q);
+        for (uint32_t token = begin + self.group * STAGE_TOKENS;
+             begin < stages_end && token < stages_end + STAGE_TOKENS; token += KBMLA_TILE_TOKENS) {
+            const bool has_own = token < stages_end;
+            const uint32_t own_values = self.values + own.stage() * STAGE_BYTES;
+            value_fragments<N> values;
+            if (has_own)
+                weigh<N>(params, smem, self, own, token, begin, stages_end, clean_end, parity, sums);
+            else
+                wait_for_other<N>(smem, self, own.previous());
+            load_first_values<N>(values, token != begin
+                                             ? self.values + own.previous().stage() * STAGE_BYTES
+                                             : own_values);
+            if (has_own) {
+                fence_async_proxy();
+                named_barrier_arrive(P_BARRIER + self.group, CONSUMERS);
             }
-            if (is_last && lane == 0)
-                mbarrier_arrive(smem_address(&smem.query_empty_bar));
-            if (token + KBMLA_TILE_TOKENS > uniform(item.clean_end)) {
-                const uint32_t first = token + group * STAGE_TOKENS;
-                mask_scores<N>(s, smem.visible[parity], first, warp, lane);
-                clear_values(ring + own_stage(place, group).stage() * STAGE_BYTES, first, end, warp,
-                             lane);
+            /* The other warpgroup's stage before, then the own one. */
+#pragma unroll 1
+            for (uint32_t step = token != begin ? 0 : 1; step < 1 + has_own; step++) {
+                if (step == 1) /* its four warps have written P */
+                    named_barrier_sync(GROUP_BARRIER + self.group, WARPGROUP);
+                add_stage<N>(o, values, smem, self, step == 0 ? own.previous() : own,
+                             token - STAGE_TOKENS * (1 - step));
+                if (step == 0 && has_own)
+                    load_first_values<N>(values, own_values);
             }
-            write_tile_maxima<N>(s, smem.tile_max[consumer_warp], lane);
-            /* All maxima are written, and P of the tile before is no longer read. */
-            named_barrier_sync(CONSUMER_BARRIER, CONSUMERS);
-            update_maxima<N>(smem, scale, params.growth, consumer_warp, lane);
-            exponentiate<N>(s, l, row_max, rescale, scale, params.log2_p_scale, p, consumer_warp,
-                            lane);
-            fence_async_proxy();
-            /* All of P is written, and tile_max is no longer read. */
-            named_barrier_sync(CONSUMER_BARRIER, CONSUMERS);
-
-            const ring_place<N> other = place.next();
-            mbarrier_wait(full + 8 * other_stage(place, group).stage(),
-                          other_stage(place, group).phase());
-            const uint32_t columns = ring + group * (V_COLUMNS / 128) * PANEL_BYTES;
-            const uint32_t latent[2] = {columns + place.stage() * STAGE_BYTES,
-                                        columns + other.stage() * STAGE_BYTES};
-            place = other.next();
-            if (!SCORES_AHEAD || is_last) {
-                accumulate<N>(o, latent, p, rescale, warp, lane);
-            } else if constexpr (SCORES_AHEAD) {
-                const ring_place<N> mine = own_stage(place, group);
-                mbarrier_wait(full + 8 * mine.stage(), mine.phase());
-                accumulate_and_score<N>(o, s, latent, p, rescale, ring + mine.stage() * STAGE_BYTES,
-                                        q, warp, lane);
-            }
-            __syncwarp();
-            if (lane == 0) {
-                mbarrier_arrive(empty + 8 * place.previous().previous().stage());
-                mbarrier_arrive(empty + 8 * place.previous().stage());
-            }
+            if (has_own)
+                own = own.next().next();
         }
 
-        float2 sum = make_float2(0.0f, 0.0f);
-        if (begin < end) {
-            combine_rows<N>(l, smem.row_sum[consumer_warp], lane, take_sum());
+        if (begin < stages_end) {
+            if (16 * self.warp < N) {
+#pragma unroll
+                for (int h = 0; h < 2; h++) {
+                    const uint32_t row = 16 * self.warp + (from_here(lane) >> 2) + 8 * h;
+                    const float grown = smem.row_max[self.group][row] - smem.row_max[1][row];
+                    const float sum = sum_of_lanes(sums[h]);
+                    if ((lane & 3) == 0)
+                        smem.row_sum[self.group][row] = sum * exp2_approx(grown * scale);
+                }
+            }
             named_barrier_sync(CONSUMER_BARRIER, CONSUMERS);
-            if (lane < N / 2)
-                sum = combine_warps<N>(smem.row_sum, pair_position<N>(lane), take_sum());
         } else if (lane == 0) {
             mbarrier_arrive(smem_address(&smem.query_empty_bar));
         }
-        if (lane < N / 2) {
-            const bool is_writer = consumer_warp == 0;
-            const int32_t row = pair_row<N>(from_here(lane));
-            const uint32_t position = pair_position<N>(lane);
-            const float2 kept = *reinterpret_cast<const float2 *>(&row_max[position]);
-            *reinterpret_cast<float2 *>(&rescale[position]) = make_float2(
-                finish_row(params, item, smem.lse_at[parity], row, sum.x, kept.x, is_writer),
-                finish_row(params, item, smem.lse_at[parity], row + 1, sum.y, kept.y, is_writer));
+        float *const factor = smem.factor[block_warp];
+#pragma unroll 1
+        for (int32_t row = (int32_t)from_here(lane); row < N; row += 32) {
+            const float sum =
+                begin < stages_end ? smem.row_sum[0][row] + smem.row_sum[1][row] : 0.0f;
+            factor[row_position<N>(row)] = finish_row(params, item, smem.lse_at[parity], row, sum,
+                                                      smem.row_max[1][row], block_warp == 0);
         }
         __syncwarp();
-        store_rows<N>(params, item, o, rescale, smem.out_at[parity], consumer_warp, lane);
+        store_rows<N>(params, item, o, factor, smem.out_at[parity], block_warp, from_here(lane));
         __syncwarp();
     }
 }
@@ -257,11 +349,11 @@ static __global__ void __launch_bounds__(THREADS, 1)
     grid_dependency_wait();
 
     if (threadIdx.x < CONSUMERS) {
-        warpgroup_take_registers<sm90_smem<N>::CONSUMER_REGISTERS>();
+        warpgroup_take_registers<CONSUMER_REGISTERS>();
         consume<N>(params, smem);
         return;
     }
-    warpgroup_give_registers<sm90_smem<N>::PRODUCER_REGISTERS>();
+    warpgroup_give_registers<PRODUCER_REGISTERS>();
     const uint32_t producer_warp = (threadIdx.x - CONSUMERS) >> 5;
     if (producer_warp == QUERY_WARP)
         produce_query<N>(params, maps.query, smem);
@@ -283,7 +375,12 @@ struct decode_shape {
 };
 
 template <int N> void fill_shape(decode_shape &shape) {
-    static_assert(sizeof(sm90_smem<N>) <= 227 * 1024, "more than a block may have");
+    typedef sm90_smem<N> layout;
+    static_assert(sizeof(layout) <= 227 * 1024, "more than a block may have");
+    static_assert(
+        offsetof(layout, q) + 3 * layout::Q_PANEL_BYTES + MAX_BLOCK_ROWS * 128 <= sizeof(layout) &&
+            offsetof(layout, q) + 4 * layout::Q_PANEL_BYTES + MAX_BLOCK_ROWS * 64 <= sizeof(layout),
+        "64 rows from any of Q's panels on are shared memory of the block");
     shape.smem_bytes = (int32_t)sizeof(sm90_smem<N>);
     shape.kernel = reinterpret_cast<const void *>(sm90_decode_kernel<N>);
 }

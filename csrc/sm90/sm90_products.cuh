@@ -1,9 +1,8 @@
 /*
- * The two products of a tile, S^T = K Q^T and O^T = V^T P^T, and how they follow each other.
+ * The two products of a stage, S = Q K^T and O^T = V^T P^T.
  *
- * Up to 48 rows there are registers enough to compute the scores of the next tile in between: panel
- * by panel, each started before the wait for an m tile of O, so that the tensor cores have work
- * while the warps load fragments and add.
+ * Both are issued ahead as far as registers go: a product takes over 100 clocks from its start to
+ * its wait, whatever its size.
  */
 #ifndef KBMLA_SM90_PRODUCTS_CUH
 #define KBMLA_SM90_PRODUCTS_CUH
@@ -14,132 +13,176 @@
  * of a sum, so each panel is summed apart, at a third of the error of one sum over all. */
 enum { SCORE_PANELS = 5 };
 
-/* Starts s = K Q^T over one panel: the 64 tokens of a stage against all rows. */
+/* Starts s = Q K^T over one panel: 64 rows against the 64 tokens of a stage. */
 template <int N>
-static __device__ __forceinline__ void start_panel_scores(float (&s)[N / 2], int panel,
+static __device__ __forceinline__ void start_panel_scores(float (&s)[STAGE_TOKENS / 2], int panel,
                                                           uint32_t stage, uint32_t q) {
-    const uint64_t k_panel = panel < 4 ? panel_descriptor(stage + panel * PANEL_BYTES)
-                                       : rope_descriptor(stage + LATENT_BYTES);
-    const uint64_t q_panel = panel < 4 ? panel_descriptor(q + panel * sm90_smem<N>::Q_PANEL_BYTES)
-                                       : rope_descriptor(q + 4 * sm90_smem<N>::Q_PANEL_BYTES);
+    const uint64_t k_panel = panel < 4 ? moved(panel_descriptor(stage), panel * PANEL_BYTES)
+                                       : moved(rope_descriptor(stage), LATENT_BYTES);
+    const uint64_t q_panel = panel < 4
+                                 ? moved(panel_descriptor(q), panel * sm90_smem<N>::Q_PANEL_BYTES)
+                                 : moved(rope_descriptor(q), 4 * sm90_smem<N>::Q_PANEL_BYTES);
     hold_registers(s);
     wgmma_fence();
 #pragma unroll
     for (int step = 0; step < (panel < 4 ? 4 : 2); step++)
-        wgmma_e4m3<N>::ss(s, k_panel + 2 * step, q_panel + 2 * step, step != 0);
+        wgmma_e4m3<STAGE_TOKENS>::ss(s, moved(q_panel, 32 * step), moved(k_panel, 32 * step),
+                                     step != 0);
     wgmma_commit();
+}
+
+/* Where a lane reads V, from a warpgroup's first panel on. */
+static __device__ __forceinline__ uint32_t values_offset(uint32_t warp, uint32_t lane) {
+    return lane * 128 + (((warp ^ lane) & 7) << 4);
+}
+
+/* The bytes of V^T of m tile `m` (64 columns) and the 64 tokens of a stage, 32 tokens a step;
+ * `columns` is where the lane reads. ldmatrix takes the two bytes of neighbouring columns as one
+ * unit. */
+static __device__ __forceinline__ void load_values(uint32_t (&a)[2][4], uint32_t columns, int m) {
+#pragma unroll
+    for (int step = 0; step < 2; step++)
+        ldmatrix_x4_trans(a[step],
+                          (columns ^ (m & 1 ? 64 : 0)) + (m >> 1) * PANEL_BYTES + step * 32 * 128);
+}
+
+/* Makes A fragments of them: what there is of tokens 0-7 and 8-15 is sorted by column, so that rows
+ * g and g + 8 of the fragment are columns 2g and 2g + 1. */
+static __device__ __forceinline__ void sort_values(uint32_t (&a)[2][4]) {
+#pragma unroll
+    for (int step = 0; step < 2; step++)
+#pragma unroll
+        for (int i = 0; i < 4; i += 2) {
+            const uint32_t low = a[step][i], high = a[step][i + 1];
+            a[step][i] = __byte_perm(low, high, 0x6240);
+            a[step][i + 1] = __byte_perm(low, high, 0x7351);
+        }
+}
+
+/* Starts t = V^T P^T of one m tile over the tokens of a stage, for ROWS rows from P's row at `p`
+ * on. */
+template <int ROWS>
+static __device__ __forceinline__ void start_output(float (&t)[ROWS / 2], uint32_t (&a)[2][4],
+                                                    uint32_t p) {
+    const uint64_t weights = panel_descriptor(p);
+    hold_registers(t);
+    hold_fragments(a);
+    wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < 2; step++)
+        wgmma_e4m3<ROWS>::rs(t, a[step], moved(weights, 32 * step), step != 0);
+    wgmma_commit();
+}
+
+/* Scores on their way: the sum, and the panels that are added to it one after the other. */
+template <int N> struct panel_scores {
+    float sum[STAGE_TOKENS / 2];
+    float next[sm90_smem<N>::PANELS_AHEAD][STAGE_TOKENS / 2];
+};
+
+/* Starts Q K^T: as many panels as there are registers for. */
+template <int N>
+static __device__ __forceinline__ void start_scores(panel_scores<N> &scores, uint32_t stage,
+                                                    uint32_t q) {
+    start_panel_scores<N>(scores.sum, 0, stage, q);
+#pragma unroll
+    for (int i = 0; i < sm90_smem<N>::PANELS_AHEAD; i++)
+        start_panel_scores<N>(scores.next[i], i + 1, stage, q);
+}
+
+/* Waits for the scores, and starts the other panels. */
+template <int N>
+static __device__ __forceinline__ void finish_scores(panel_scores<N> &scores, uint32_t stage,
+                                                     uint32_t q) {
+    constexpr int AHEAD = sm90_smem<N>::PANELS_AHEAD;
+#pragma unroll
+    for (int panel = 1; panel < SCORE_PANELS; panel++) {
+        float (&next)[STAGE_TOKENS / 2] = scores.next[(panel - 1) % AHEAD];
+        if (AHEAD > 1 && panel + 1 < SCORE_PANELS)
+            wgmma_wait<AHEAD - 1>();
+        else
+            wgmma_wait<0>();
+        hold_registers(scores.sum);
+        hold_registers(next);
+#pragma unroll
+        for (int i = 0; i < STAGE_TOKENS / 2; i++)
+            scores.sum[i] += next[i];
+        if (panel + AHEAD < SCORE_PANELS)
+            start_panel_scores<N>(next, panel + AHEAD, stage, q);
+    }
+}
+
+/* What a stage adds to O. */
+struct weighted_stage {
+    uint32_t columns; /* where the lane reads in the first panel of its columns of V */
+    uint32_t p;       /* P of the stage */
+    uint32_t rescale; /* of what was summed before: the lane's first row */
+};
+
+/* V^T of the m tiles in use, and of the next. */
+template <int N> struct value_fragments {
+    enum { COUNT = sm90_smem<N>::PRODUCT_PARTS == 1 ? 3 : 2 };
+    uint32_t of[COUNT][2][4];
+};
+
+/* Those of a stage that accumulate() begins with. */
+template <int N>
+static __device__ __forceinline__ void load_first_values(value_fragments<N> &values,
+                                                         uint32_t columns) {
+#pragma unroll
+    for (int m = 0; m < value_fragments<N>::COUNT; m++)
+        load_values(values.of[m], columns, m);
 }
 
 /*
- * V^T of m tile `m` (64 columns) and all 128 tokens as A fragments, 32 tokens a step. ldmatrix
- * takes the two bytes of neighbouring columns as one unit; what it gives of tokens 0-7 and 8-15 is
- * sorted by column, so rows g and g + 8 of the fragment are columns 2g and 2g + 1. `latent` are the
- * first panels of the warpgroup's columns in the two stages.
+ * O = O * rescale + V^T P^T of a stage. A group is the products of an m tile, or of a part of its
+ * rows; two run while the one before them is added. The factors stay in registers: reading them
+ * for each m tile would take as much of shared memory's time as V.
  */
-static __device__ __forceinline__ void load_values(uint32_t (&a)[4][4], const uint32_t (&latent)[2],
-                                                   int m, uint32_t warp, uint32_t lane) {
-    const uint32_t at = lane * 128 + (((warp ^ lane) & 7) << 4);
-#pragma unroll
-    for (int step = 0; step < 4; step++) {
-        uint32_t x[4];
-        ldmatrix_x4_trans(x, latent[step >> 1] + (m >> 1) * PANEL_BYTES + (step & 1) * 32 * 128 +
-                                 (at ^ (m & 1 ? 64 : 0)));
-        a[step][0] = __byte_perm(x[0], x[1], 0x6240);
-        a[step][1] = __byte_perm(x[0], x[1], 0x7351);
-        a[step][2] = __byte_perm(x[2], x[3], 0x6240);
-        a[step][3] = __byte_perm(x[2], x[3], 0x7351);
-    }
-}
-
-/* Starts t = V^T P^T of one m tile over 128 tokens. */
-template <int N>
-static __device__ __forceinline__ void start_output(float (&t)[N / 2], const uint32_t (&a)[4][4],
-                                                    uint32_t p) {
-    const uint64_t rows = panel_descriptor(p);
-    hold_registers(t);
-    wgmma_fence();
-#pragma unroll
-    for (int step = 0; step < 4; step++)
-        wgmma_e4m3<N>::rs(t, a[step], rows + 2 * step, step != 0);
-    wgmma_commit();
-}
-
-/* s = K Q^T. */
-template <int N>
-static __device__ __forceinline__ void compute_scores(float (&s)[N / 2], uint32_t stage,
-                                                      uint32_t q) {
-    float next[N / 2];
-    start_panel_scores<N>(s, 0, stage, q);
-#pragma unroll
-    for (int panel = 1; panel < SCORE_PANELS; panel++) {
-        start_panel_scores<N>(next, panel, stage, q);
-        wgmma_wait<0>();
-        hold_registers(s);
-        hold_registers(next);
-#pragma unroll
-        for (int i = 0; i < N / 2; i++)
-            s[i] += next[i];
-    }
-}
-
-/* o = o * rescale + t for one m tile. */
-template <int N>
-static __device__ __forceinline__ void add_output(float (&o)[N / 2], float (&t)[N / 2],
-                                                  const float *rescale, uint32_t lane) {
-    hold_registers(t);
-#pragma unroll
-    for (int j = 0; j < N / 8; j++) {
-        const float2 factor =
-            *reinterpret_cast<const float2 *>(&rescale[(lane & 3) * sm90_smem<N>::PITCH + 2 * j]);
-#pragma unroll
-        for (int i = 0; i < 4; i++)
-            o[4 * j + i] = fmaf(o[4 * j + i], i & 1 ? factor.y : factor.x, t[4 * j + i]);
-    }
-}
-
-/* O = O * rescale + V^T P^T of a tile. */
 template <int N>
 static __device__ __forceinline__ void
-accumulate(float (&o)[M_TILES][N / 2], const uint32_t (&latent)[2], uint32_t p,
-           const float *rescale, uint32_t warp, uint32_t lane) {
-    uint32_t a[2][4][4];
-    load_values(a[0], latent, 0, warp, lane);
+accumulate(float (&o)[M_TILES][N / 2], value_fragments<N> &values, const weighted_stage &from) {
+    constexpr int PARTS = sm90_smem<N>::PRODUCT_PARTS, ROWS = N / PARTS, GROUPS = M_TILES * PARTS,
+                  COUNT = value_fragments<N>::COUNT;
+    uint32_t (&a)[COUNT][2][4] = values.of;
+    float t[3][ROWS / 2], factor[N / 4];
 #pragma unroll
-    for (int m = 0; m < M_TILES; m++) {
-        float t[N / 2];
-        start_output<N>(t, a[m & 1], p);
-        if (m + 1 < M_TILES)
-            load_values(a[(m + 1) & 1], latent, m + 1, warp, lane);
-        wgmma_wait<0>();
-        add_output<N>(o[m], t, rescale, lane);
-    }
-}
-
-/* The same, and s = K Q^T of the next tile. */
-template <int N>
-static __device__ __forceinline__ void
-accumulate_and_score(float (&o)[M_TILES][N / 2], float (&s)[N / 2], const uint32_t (&latent)[2],
-                     uint32_t p, const float *rescale, uint32_t next_stage, uint32_t q,
-                     uint32_t warp, uint32_t lane) {
-    static_assert(SCORE_PANELS == M_TILES + 1, "one panel ahead, then one per m tile");
-    uint32_t a[4][4];
-    start_panel_scores<N>(s, 0, next_stage, q);
-    load_values(a, latent, 0, warp, lane);
+    for (int i = 0; i < GROUPS + 2; i++) {
+        const int m = i / PARTS, part = i % PARTS;
+        if (i < GROUPS) {
+            if (part == 0)
+                sort_values(a[m % COUNT]);
+            start_output<ROWS>(t[i % 3], a[m % COUNT], from.p + part * ROWS * 128);
+        }
+        if (i == 0) {
 #pragma unroll
-    for (int m = 0; m < M_TILES; m++) {
-        float t[N / 2], next[N / 2];
-        start_output<N>(t, a, p);
-        start_panel_scores<N>(next, m + 1, next_stage, q);
-        wgmma_wait<1>();
-        hold_registers(s);
-        if (m + 1 < M_TILES)
-            load_values(a, latent, m + 1, warp, lane);
-        add_output<N>(o[m], t, rescale, lane);
-        wgmma_wait<0>();
-        hold_registers(next);
+            for (int pair = 0; pair < N / 8; pair++) {
+                const float2 both = load_shared_f32x2(from.rescale + 8 * pair);
+                factor[2 * pair] = both.x;
+                factor[2 * pair + 1] = both.y;
+            }
+        }
+        if (i < 2)
+            continue;
+        if (i < GROUPS)
+            wgmma_wait<2>();
+        else if (i == GROUPS)
+            wgmma_wait<1>();
+        else
+            wgmma_wait<0>();
+        /* The group two before was the last of its m tile: its fragments make room. */
+        if ((i - 2) % PARTS == PARTS - 1 && (i - 2) / PARTS + COUNT < M_TILES)
+            load_values(a[(i - 2) / PARTS % COUNT], from.columns, (i - 2) / PARTS + COUNT);
+        float (&sum)[N / 2] = o[(i - 2) / PARTS];
+        float (&add)[ROWS / 2] = t[(i - 2) % 3];
+        const int first = (i - 2) % PARTS * (ROWS / 8);
+        hold_registers(add);
 #pragma unroll
-        for (int i = 0; i < N / 2; i++)
-            s[i] += next[i];
+        for (int j = 0; j < ROWS / 8; j++)
+#pragma unroll
+            for (int k = 0; k < 4; k++)
+                sum[4 * (first + j) + k] = fmaf(sum[4 * (first + j) + k],
+                                                factor[2 * (first + j) + (k & 1)], add[4 * j + k]);
     }
 }
 

@@ -76,24 +76,33 @@ template <int GROUPS> static __device__ __forceinline__ void cp_async_wait() {
     asm volatile("cp.async.wait_group %0;" ::"n"(GROUPS) : "memory");
 }
 
-/* ---- matrices of 8x8 16-bit units, registers to shared, transposed */
+/* ---- values in shared memory */
 
-static __device__ __forceinline__ void stmatrix_x4_trans(uint32_t smem, uint32_t a, uint32_t b,
-                                                         uint32_t c, uint32_t d) {
-    asm volatile(
-        "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(smem),
-        "r"(a), "r"(b), "r"(c), "r"(d)
-        : "memory");
+static __device__ __forceinline__ uint32_t load_shared_u32(uint32_t smem) {
+    uint32_t x;
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(x) : "r"(smem) : "memory");
+    return x;
+}
+static __device__ __forceinline__ float load_shared_f32(uint32_t smem) {
+    float x;
+    asm volatile("ld.shared.f32 %0, [%1];" : "=f"(x) : "r"(smem) : "memory");
+    return x;
+}
+static __device__ __forceinline__ float2 load_shared_f32x2(uint32_t smem) {
+    float2 x;
+    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y) : "r"(smem) : "memory");
+    return x;
+}
+static __device__ __forceinline__ void store_shared_f32(uint32_t smem, float x) {
+    asm volatile("st.shared.f32 [%0], %1;" ::"r"(smem), "f"(x) : "memory");
 }
 
-static __device__ __forceinline__ void stmatrix_x2_trans(uint32_t smem, uint32_t a, uint32_t b) {
-    asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(smem),
-                 "r"(a), "r"(b)
-                 : "memory");
-}
+/* ---- matrices of 8x8 16-bit units, registers to shared */
 
-static __device__ __forceinline__ void stmatrix_x1_trans(uint32_t smem, uint32_t a) {
-    asm volatile("stmatrix.sync.aligned.m8n8.x1.trans.shared.b16 [%0], {%1};" ::"r"(smem), "r"(a)
+static __device__ __forceinline__ void stmatrix_x4(uint32_t smem, uint32_t a, uint32_t b,
+                                                   uint32_t c, uint32_t d) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(smem),
+                 "r"(a), "r"(b), "r"(c), "r"(d)
                  : "memory");
 }
 
@@ -132,6 +141,13 @@ template <int COUNT> static __device__ __forceinline__ void hold_registers(float
 #pragma unroll
     for (int i = 0; i < COUNT; i++)
         asm volatile("" : "+f"(reg[i])::"memory");
+}
+
+/* The same of what wgmma reads: complete before its fence. */
+static __device__ __forceinline__ void hold_fragments(uint32_t (&reg)[2][4]) {
+#pragma unroll
+    for (int i = 0; i < 8; i++)
+        asm volatile("" : "+r"(reg[i / 4][i % 4])::"memory");
 }
 
 /*

@@ -1,10 +1,10 @@
 /*
  * The softmax step of the SM90 decode on scores as wgmma leaves them: s[4j + 2h + c] of a lane is
- * token 16 * warp + g + 8h of the warpgroup's 64, row 8j + 2t + c, with g = lane / 4, t = lane % 4.
+ * row 16 * warp + g + 8h, token 8j + 2t + c of the stage, with g = lane / 4, t = lane % 4. So a
+ * lane has half h of two rows' scores, and the four lanes of equal g have all of them.
  *
- * A row's maximum over the 128 tokens of a tile is exact: lanes, then warps through shared memory.
- * It is kept while it grows by at most 8 - log2(p_scale), as on every backend. Each warp then holds
- * the same maxima; lane l decides for rows whose pair of values is pair l of the positions.
+ * A row's maximum over the 64 tokens of a stage is exact. It is kept while it grows by at most
+ * 8 - log2(p_scale), as on every backend.
  */
 #ifndef KBMLA_SM90_SOFTMAX_CUH
 #define KBMLA_SM90_SOFTMAX_CUH
@@ -14,20 +14,20 @@
 /* Stands for "no key seen": finite, so that differences with -inf are not NaN. */
 #define NO_MAXIMUM (-3.4028234e38f)
 
-/* -inf for tokens that a row does not see; `token` is the stage's first. */
-template <int N>
-static __device__ __forceinline__ void mask_scores(float (&s)[N / 2], const int32_t *visible,
-                                                   uint32_t token, uint32_t warp, uint32_t lane) {
-    const uint32_t first = token + 16 * warp + (lane >> 2);
+/* -inf for tokens that a row does not see; `visible` is of the lane's first row, `token` the
+ * stage's first. */
+static __device__ __forceinline__ void mask_scores(float (&s)[STAGE_TOKENS / 2], uint32_t visible,
+                                                   uint32_t token, uint32_t lane) {
+    const uint32_t first = token + 2 * (lane & 3);
 #pragma unroll
-    for (int j = 0; j < N / 8; j++) {
-        const int2 bound = *reinterpret_cast<const int2 *>(&visible[8 * j + 2 * (lane & 3)]);
+    for (int h = 0; h < 2; h++) {
+        const uint32_t bound = load_shared_u32(visible + 32 * h);
 #pragma unroll
-        for (int h = 0; h < 2; h++) {
-            float &s0 = s[4 * j + 2 * h], &s1 = s[4 * j + 2 * h + 1];
-            s0 = first + 8 * h < (uint32_t)bound.x ? s0 : -INFINITY;
-            s1 = first + 8 * h < (uint32_t)bound.y ? s1 : -INFINITY;
-        }
+        for (int j = 0; j < STAGE_TOKENS / 8; j++)
+#pragma unroll
+            for (int c = 0; c < 2; c++)
+                if (first + 8 * j + c >= bound)
+                    s[4 * j + 2 * h + c] = -INFINITY;
     }
 }
 
@@ -42,95 +42,6 @@ static __device__ __forceinline__ void clear_values(uint32_t stage, uint32_t tok
             store_shared_16(stage + (lane >> 3) * PANEL_BYTES + row * 128 + (lane & 7) * 16, 0);
 }
 
-/* What is left to a lane after combine_lanes. */
-struct lane_share {
-    int32_t first;
-    bool is_writer; /* where lanes hold the same values, one of them */
-};
-
-/* Combines the lanes of equal lane % 4 by halving: the values are shared out, so that the first
- * `count` of x are left to this lane, for the rows from index `first` on. */
-template <int VALUES, typename Combine>
-static __device__ __forceinline__ lane_share combine_lanes(float (&x)[VALUES], int &count,
-                                                           uint32_t lane, Combine combine) {
-    lane_share share = {0, true};
-    count = VALUES;
-#pragma unroll
-    for (int bit = 4; bit <= 16; bit *= 2) {
-        const bool is_upper = lane & bit;
-        if (count % 2 == 0) {
-            count /= 2;
-#pragma unroll
-            for (int i = 0; i < VALUES / 2; i++)
-                if (i < count) {
-                    const float kept = is_upper ? x[i + count] : x[i];
-                    const float sent = is_upper ? x[i] : x[i + count];
-                    x[i] = combine(kept, __shfl_xor_sync(FULL_WARP, sent, bit));
-                }
-            share.first += is_upper ? count : 0;
-        } else {
-#pragma unroll
-            for (int i = 0; i < VALUES; i++)
-                if (i < count)
-                    x[i] = combine(x[i], __shfl_xor_sync(FULL_WARP, x[i], bit));
-            share.is_writer = share.is_writer && !is_upper;
-        }
-    }
-    return share;
-}
-
-struct take_max {
-    __device__ float operator()(float a, float b) const { return fmaxf(a, b); }
-};
-struct take_sum {
-    __device__ float operator()(float a, float b) const { return a + b; }
-};
-
-/* Combines x over the warp's lanes and writes it by position, one value per row. */
-template <int N, typename Combine>
-static __device__ __forceinline__ void combine_rows(float (&x)[N / 4], float *by_position,
-                                                    uint32_t lane, Combine combine) {
-    int count;
-    const lane_share share = combine_lanes(x, count, lane, combine);
-    if (share.is_writer) {
-        float *to = by_position + (lane & 3) * sm90_smem<N>::PITCH + share.first;
-#pragma unroll
-        for (int i = 0; i < N / 4; i++)
-            if (i < count)
-                to[i] = x[i];
-    }
-}
-
-template <int N>
-static __device__ __forceinline__ void write_tile_maxima(const float (&s)[N / 2], float *tile_max,
-                                                         uint32_t lane) {
-    float x[N / 4];
-#pragma unroll
-    for (int i = 0; i < N / 4; i++)
-        x[i] = fmaxf(s[4 * (i >> 1) + (i & 1)], s[4 * (i >> 1) + 2 + (i & 1)]);
-    combine_rows<N>(x, tile_max, lane, take_max());
-}
-
-/* The position of the pair of rows that a lane decides for; lanes past N / 2 have none. */
-template <int N> static __device__ __forceinline__ uint32_t pair_position(uint32_t lane) {
-    return lane / (N / 8) * sm90_smem<N>::PITCH + 2 * (lane % (N / 8));
-}
-
-/* This lane's two rows, combined over the warps in their order. */
-template <int N, typename Combine>
-static __device__ __forceinline__ float2
-combine_warps(const float (&by_warp)[CONSUMER_WARPS][sm90_smem<N>::POSITIONS], uint32_t position,
-              Combine combine) {
-    float2 value = *reinterpret_cast<const float2 *>(&by_warp[0][position]);
-#pragma unroll
-    for (int w = 1; w < CONSUMER_WARPS; w++) {
-        const float2 next = *reinterpret_cast<const float2 *>(&by_warp[w][position]);
-        value.x = combine(value.x, next.x);
-        value.y = combine(value.y, next.y);
-    }
-    return value;
-}
-
 /* The maximum that a row goes on with. */
 static __device__ __forceinline__ float grown_maximum(float kept, float seen, float scale,
                                                       float growth) {
@@ -138,67 +49,65 @@ static __device__ __forceinline__ float grown_maximum(float kept, float seen, fl
     return seen > kept && (is_first || (seen - kept) * scale > growth) ? seen : kept;
 }
 
-template <int N>
-static __device__ __forceinline__ void forget_maxima(float *row_max, uint32_t lane) {
-    if (lane < N / 2)
-        *reinterpret_cast<float2 *>(&row_max[pair_position<N>(lane)]) =
-            make_float2(NO_MAXIMUM, NO_MAXIMUM);
+/* The largest of each row's scores, in all four of its lanes. */
+static __device__ __forceinline__ void stage_maxima(float (&top)[2],
+                                                    const float (&s)[STAGE_TOKENS / 2]) {
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+        float x[STAGE_TOKENS / 8];
+#pragma unroll
+        for (int j = 0; j < STAGE_TOKENS / 8; j++)
+            x[j] = fmaxf(s[4 * j + 2 * h], s[4 * j + 2 * h + 1]);
+        top[h] = fmaxf(fmaxf(fmaxf(x[0], x[1]), fmaxf(x[2], x[3])),
+                       fmaxf(fmaxf(x[4], x[5]), fmaxf(x[6], x[7])));
+    }
+#pragma unroll
+    for (int bit = 1; bit <= 2; bit *= 2)
+#pragma unroll
+        for (int h = 0; h < 2; h++)
+            top[h] = fmaxf(top[h], __shfl_xor_sync(FULL_WARP, top[h], bit));
 }
 
-/* Moves the warp's copy of the maxima on, and sets the factors of what was summed so far. */
-template <int N>
-static __device__ __forceinline__ void update_maxima(sm90_smem<N> &smem, float scale, float growth,
-                                                     uint32_t consumer_warp, uint32_t lane) {
-    if (lane < N / 2) {
-        const uint32_t position = pair_position<N>(lane);
-        float2 &own = *reinterpret_cast<float2 *>(&smem.row_max[consumer_warp][position]);
-        const float2 kept = own;
-        const float2 seen = combine_warps<N>(smem.tile_max, position, take_max());
-        const float2 next = make_float2(grown_maximum(kept.x, seen.x, scale, growth),
-                                        grown_maximum(kept.y, seen.y, scale, growth));
-        own = next;
-        *reinterpret_cast<float2 *>(&smem.rescale[consumer_warp][position]) = make_float2(
-            exp2_approx((kept.x - next.x) * scale), exp2_approx((kept.y - next.y) * scale));
-    }
-    __syncwarp();
+/* The sum of a row's four lanes, in all of them. */
+static __device__ __forceinline__ float sum_of_lanes(float sum) {
+    sum += __shfl_xor_sync(FULL_WARP, sum, 1);
+    return sum + __shfl_xor_sync(FULL_WARP, sum, 2);
+}
+
+/* Where a lane writes its first 16 bytes of P, in a tile of P: row i % 8 of matrix i / 8, of which
+ * two are of rows and two of 16 tokens each. A stage has half of the tile's bytes of a row. */
+static __device__ __forceinline__ uint32_t p_offset(uint32_t group, uint32_t warp, uint32_t lane) {
+    const uint32_t row = 16 * warp + (lane & 15), chunk = 4 * group + (lane >> 4);
+    return row * 128 + (((chunk ^ row) & 7) << 4);
 }
 
 /*
- * P of the warp's 16 tokens, as E4M3 of 2^log2_p_scale * exp2((s - maximum) * scale), into its 16
- * bytes of every row of `p`; sums of the unrounded values, with the same factor, into `l`. The
- * difference first: it is exact near the maximum, where scaled scores of 1e7 would be rounded by
- * whole per cents of P.
+ * P of the warp's 16 rows, as E4M3 of 2^log2_p_scale * exp2((s - maximum) * scale), to `p`, the
+ * lane's place in the stage's P; sums of the unrounded values, with the same factor, into `sums`.
+ * The difference first: it is exact near the maximum, where scaled scores of 1e7 would be rounded
+ * by whole per cents of P.
  */
-template <int N>
-static __device__ __forceinline__ void
-exponentiate(const float (&s)[N / 2], float (&l)[N / 4], const float *row_max, const float *rescale,
-             float scale, float log2_p_scale, uint32_t p, uint32_t consumer_warp, uint32_t lane) {
-    const uint32_t first = (lane & 3) * sm90_smem<N>::PITCH;
-    uint32_t packed[N / 8];
+static __device__ __forceinline__ void exponentiate(const float (&s)[STAGE_TOKENS / 2],
+                                                    float (&sums)[2], const float (&maxima)[2],
+                                                    float scale, float log2_p_scale, uint32_t p) {
 #pragma unroll
-    for (int j = 0; j < N / 8; j++) {
-        const float2 top = *reinterpret_cast<const float2 *>(&row_max[first + 2 * j]);
-        const float2 factor = *reinterpret_cast<const float2 *>(&rescale[first + 2 * j]);
-        const float p00 = exp2_approx(fmaf(s[4 * j] - top.x, scale, log2_p_scale));
-        const float p01 = exp2_approx(fmaf(s[4 * j + 1] - top.y, scale, log2_p_scale));
-        const float p10 = exp2_approx(fmaf(s[4 * j + 2] - top.x, scale, log2_p_scale));
-        const float p11 = exp2_approx(fmaf(s[4 * j + 3] - top.y, scale, log2_p_scale));
-        l[2 * j] = fmaf(l[2 * j], factor.x, p00 + p10);
-        l[2 * j + 1] = fmaf(l[2 * j + 1], factor.y, p01 + p11);
-        packed[j] = pack_e4m3x2(p00, p10) | pack_e4m3x2(p01, p11) << 16;
+    for (int pair = 0; pair < 2; pair++) {
+        uint32_t packed[2][2]; /* 16 tokens, half of the rows */
+#pragma unroll
+        for (int piece = 0; piece < 2; piece++)
+#pragma unroll
+            for (int h = 0; h < 2; h++) {
+                const int at = 8 * (2 * pair + piece) + 2 * h;
+                const float top = maxima[h];
+                const float p0 = exp2_approx(fmaf(s[at] - top, scale, log2_p_scale));
+                const float p1 = exp2_approx(fmaf(s[at + 1] - top, scale, log2_p_scale));
+                const float p8 = exp2_approx(fmaf(s[at + 4] - top, scale, log2_p_scale));
+                const float p9 = exp2_approx(fmaf(s[at + 5] - top, scale, log2_p_scale));
+                sums[h] += (p0 + p1) + (p8 + p9);
+                packed[piece][h] = pack_e4m3x2(p0, p8) | pack_e4m3x2(p1, p9) << 16;
+            }
+        stmatrix_x4(p ^ (32 * pair), packed[0][0], packed[0][1], packed[1][0], packed[1][1]);
     }
-    /* Lane i gives the address of row i % 8 of matrix i / 8. */
-    const uint32_t row = lane & 7, matrix = lane >> 3;
-    const uint32_t to = p + row * 128 + (((consumer_warp ^ row) & 7) << 4);
-#pragma unroll
-    for (int j = 0; j + 4 <= N / 8; j += 4)
-        stmatrix_x4_trans(to + (j + matrix) * 1024, packed[j], packed[j + 1], packed[j + 2],
-                          packed[j + 3]);
-    constexpr int rest = N / 8 / 4 * 4;
-    if constexpr ((N / 8) & 2)
-        stmatrix_x2_trans(to + (rest + (matrix & 1)) * 1024, packed[rest], packed[rest + 1]);
-    if constexpr ((N / 8) & 1)
-        stmatrix_x1_trans(to + (N / 8 - 1) * 1024, packed[N / 8 - 1]);
 }
 
 #endif

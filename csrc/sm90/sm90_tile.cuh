@@ -4,13 +4,14 @@
  *
  * A stage of the ring holds 64 tokens as two operands of wgmma: the latent as four panels
  * [64 tokens, 128 B] in the 128-byte swizzle, the rope as one [64, 64 B] in the 64-byte swizzle.
- * Q lies the same way with its N rows in place of tokens. P is [N rows, 128 tokens] in the 128-byte
- * swizzle; within 16 tokens byte 2i is token i and byte 2i + 1 token i + 8, the order in which
- * transposed V fragments come out of ldmatrix.
+ * Q lies the same way with its N rows in place of tokens; as 64 rows of an operand it goes on into
+ * what follows it, whose scores nobody reads. P is [N rows, 128 tokens] in the 128-byte swizzle;
+ * within 16 tokens byte 2i is token i and byte 2i + 1 token i + 8, the order in which transposed V
+ * fragments come out of ldmatrix.
  *
- * Values per query row are kept by position: row 8j + 2t + c, whose scores lane / 4 = any,
- * lane % 4 = t holds at index 2j + c, has position t * PITCH + 2j + c, so that a lane's values of
- * consecutive j are neighbours.
+ * What O is multiplied by is kept by position: row 8j + 2t + c, of which a lane with lane % 4 = t
+ * has columns of O, has position t * PITCH + 2j + c, so that a lane's values of consecutive j are
+ * neighbours.
  */
 #ifndef KBMLA_SM90_TILE_CUH
 #define KBMLA_SM90_TILE_CUH
@@ -27,11 +28,17 @@ enum {
     V_COLUMNS = KBMLA_HEAD_DIM_V / 2, /* of each consumer warpgroup */
     M_TILES = V_COLUMNS / 64,
 
-    MAX_BLOCK_ROWS = 64
+    MAX_BLOCK_ROWS = 64,
+
+    /* Of a thread; with 168 each at the launch, twice the first and once the second is what the SM
+     * has. */
+    CONSUMER_REGISTERS = 224,
+    PRODUCER_REGISTERS = 56
 };
 
 static_assert(LATENT_BYTES == 4 * PANEL_BYTES, "the latent is four panels");
 static_assert(KBMLA_TILE_TOKENS == 2 * STAGE_TOKENS, "a tile is one stage of each warpgroup");
+static_assert(MAX_BLOCK_ROWS == 64, "the rows of one product of scores");
 
 /* What the consumers need of an item, written by the warp that loads Q. */
 struct item_info {
@@ -49,27 +56,27 @@ struct item_info {
 template <int N> struct sm90_smem {
     enum {
         STAGES = N <= 48 ? 5 : 4,
-        SCORES_AHEAD = N <= 48, /* there are registers for the next tile's scores */
-        /* Of a thread; with 168 each at the launch, twice the first and once the second is what the
-         * SM has. */
-        CONSUMER_REGISTERS = N <= 40 ? 216 : 232,
-        PRODUCER_REGISTERS = N <= 40 ? 72 : 40,
-        PITCH = (N / 4 + 3) / 4 * 4, /* of a lane's positions: multiples of 16 bytes */
+        /* As registers allow: panels of scores on their way behind the first, and parts of the rows
+         * whose products of an m tile of V run at a time. */
+        PANELS_AHEAD = N <= 48 ? 2 : 1,
+        PRODUCT_PARTS = N <= 48 ? 1 : 2,
+        ROWS = (N + 15) / 16 * 16, /* of the warps that have any */
+        /* Of a lane's positions: a multiple of 16 bytes, the four lanes' in banks of their own. */
+        PITCH = N == 64 ? 20 : (ROWS / 4 + 3) / 4 * 4,
         POSITIONS = 4 * PITCH,
         Q_PANEL_BYTES = N * 128,
-        P_BYTES = N * 128
+        P_BYTES = ROWS * 128
     };
     alignas(SWIZZLE_ATOM) uint8_t ring[STAGES][STAGE_BYTES];
     alignas(SWIZZLE_ATOM) uint8_t q[N * KBMLA_HEAD_DIM_QK];
-    alignas(SWIZZLE_ATOM) uint8_t p[P_BYTES];
-    alignas(16) float tile_max[CONSUMER_WARPS][POSITIONS];
-    /* Of its own copy each warp reads only what it wrote itself. */
-    alignas(16) float row_max[CONSUMER_WARPS][POSITIONS];
-    alignas(16) float rescale[CONSUMER_WARPS][POSITIONS];
-    alignas(16) float row_sum[CONSUMER_WARPS][POSITIONS];
+    /* Of the even and the odd tiles; half of a tile's tokens are of each warpgroup's stage. */
+    alignas(SWIZZLE_ATOM) uint8_t p[2][P_BYTES];
+    alignas(16) float rescale[2][2][POSITIONS];          /* tile, warpgroup */
+    alignas(16) float factor[CONSUMER_WARPS][POSITIONS]; /* of the output; each warp its own */
+    float row_max[2][ROWS], row_sum[2][ROWS]; /* of a warpgroup's last stage, of all of its */
     /* Of the even and the odd items: keys that a row sees, where it begins in `out` and in `lse`.
      */
-    alignas(16) int32_t visible[2][N];
+    alignas(16) int32_t visible[2][ROWS];
     int64_t out_at[2][N];
     int64_t lse_at[2][N];
     item_info item[2];
@@ -96,6 +103,11 @@ template <int N> struct ring_place {
 
 /* ------------------------------------------------------------------ layouts */
 
+/* Where the value of a row stands. */
+template <int N> static __device__ __forceinline__ uint32_t row_position(uint32_t row) {
+    return (row >> 1 & 3) * sm90_smem<N>::PITCH + 2 * (row >> 3) + (row & 1);
+}
+
 /* Byte of 16-byte chunk `chunk` (0..35) of row `row` in Q or a stage of `panel_bytes` panels. */
 static __device__ __forceinline__ uint32_t row_chunk_offset(uint32_t row, uint32_t chunk,
                                                             uint32_t panel_bytes) {
@@ -112,6 +124,11 @@ static __device__ __forceinline__ uint64_t panel_descriptor(uint32_t smem) {
 static __device__ __forceinline__ uint64_t rope_descriptor(uint32_t smem) {
     return (uint64_t)2 << 62 | (uint64_t)(512 >> 4) << 32 | (uint64_t)1 << 16 |
            (smem & 0x3FFFF) >> 4;
+}
+
+/* The same of an operand `bytes` further on. */
+static __device__ __forceinline__ uint64_t moved(uint64_t descriptor, uint32_t bytes) {
+    return descriptor + (bytes >> 4);
 }
 
 #endif
