@@ -117,7 +117,6 @@ template <int N>
 static __device__ __forceinline__ void produce_rows(const decode_params &params, sm90_smem<N> &smem,
                                                     uint32_t producer_warp) {
     constexpr int STAGES = sm90_smem<N>::STAGES;
-    constexpr int UNROLL = N > 48 ? 1 : 4; /* as registers allow */
     const kbmla_decode_args &args = params.args;
     const uint32_t lane = threadIdx.x & 31, first_row = 32 * producer_warp;
     const uint32_t ring = smem_address(smem.ring), full = smem_address(smem.full_bar),
@@ -145,7 +144,7 @@ static __device__ __forceinline__ void produce_rows(const decode_params &params,
                 mbarrier_wait(empty + 8 * place.stage(), place.phase() ^ 1);
             }
             const uint32_t to = ring + place.stage() * STAGE_BYTES;
-#pragma unroll UNROLL
+#pragma unroll 4
             for (uint32_t r = 0; r < 32; r++) {
                 const uint64_t from = __shfl_sync(FULL_WARP, row, (int)r);
                 if (from > MISSING_ROW)
