@@ -20,7 +20,7 @@ import sys
 from device_accuracy import accuracy, dcp
 from device_schedules import schedules
 from device_serve import serve
-from device_speed import speed
+from device_speed import BESIDE, speed
 
 
 def main() -> int:
@@ -34,6 +34,7 @@ def main() -> int:
             part.add_argument("--only", default="", help="kbmla's runs with this in their name")
         part.set_defaults(run=function)
     part.add_argument("--layers", type=int, default=61)
+    part.add_argument("--beside", nargs="+", default=BESIDE, choices=BESIDE, help="other backends")
     part = parts.add_parser("schedules")
     part.add_argument("--number", type=int, default=200)
     part.add_argument("--jobs", type=int, default=10, help="engines at once")

@@ -22,7 +22,7 @@ ATTENTION = re.compile(
     r"|flash_fwd_mla|_fwd_(grouped_)?kernel_stage",
     re.IGNORECASE,
 )
-BACKENDS = ("FLASHMLA", "TRITON_MLA", KBMLA)
+BESIDE = ["FLASHMLA", "TRITON_MLA"]
 BATCHES = {"64 x 8K": [8192] * 64, "1 x 100K + 31 x 2K": [100_000] + [2048] * 31}
 WARM, STEPS, LEAST, MOST_SECONDS, PROFILED = 20, 100, 8, 3, 10
 ROUNDS = 3
@@ -32,12 +32,13 @@ LOAD_SECONDS, MEASURE_SECONDS = 240, 60
 
 def speed(arguments: argparse.Namespace) -> bool:
     preload()
+    backends = [*arguments.beside, KBMLA]
     rows, good, kernels = [], True, {}
     for heads in arguments.heads:
         run_jobs({"model": partial(model, heads, arguments.layers)}, 1, LOAD_SECONDS)
-        figures, found = measure_side_by_side(heads, arguments.layers)
+        figures, found = measure_side_by_side(heads, arguments.layers, backends)
         kernels |= {f"{heads} {backend} {name}": one for (backend, name), one in found.items()}
-        table, fine = tabulate(heads, arguments.layers, figures)
+        table, fine = tabulate(heads, arguments.layers, backends, figures)
         rows, good = rows + table, good and fine
         save("speed-kernels", kernels)
         print_table(HEAD, rows)
@@ -49,7 +50,10 @@ HEAD = ["heads", "batch", "backend", "output tokens/s", "rounds", "of FLASHMLA",
 
 
 def tabulate(
-    heads: int, layers: int, figures: dict[tuple[str, str], list[tuple[float, float]]]
+    heads: int,
+    layers: int,
+    backends: list[str],
+    figures: dict[tuple[str, str], list[tuple[float, float]]],
 ) -> tuple[list[list[Any]], bool]:
     """Rows of HEAD, and whether kbmla is nowhere slower than FLASHMLA."""
     rows, good = [], True
@@ -59,7 +63,7 @@ def tabulate(
     }
     for name in BATCHES:
         base = medians.get(("FLASHMLA", name))
-        for backend in BACKENDS:
+        for backend in backends:
             if (backend, name) not in medians:
                 rows.append([heads, name, backend, *["-"] * 6, "FAIL"])
                 good = False
@@ -78,20 +82,20 @@ def tabulate(
     return rows, good
 
 
-def measure_side_by_side(heads: int, layers: int) -> tuple[dict, dict]:
+def measure_side_by_side(heads: int, layers: int, backends: list[str]) -> tuple[dict, dict]:
     """(rounds of (output tokens/s, attention us/step), kernels by time), both by (backend, batch).
 
     The engines load together and then take turns, each alone at work, round by round, so that no
     backend has a warmer card than another.
     """
     jobs: dict[str, tuple[Job, Connection]] = {}
-    for backend in BACKENDS:
+    for backend in backends:
         ours, theirs = FORK.Pipe()
         work = partial(serve_measurements, theirs, heads, layers, backend)
         jobs[backend] = Job(f"speed, {heads} heads, {backend}", work, 2 * LOAD_SECONDS), ours
     figures: dict[tuple[str, str], list[tuple[float, float]]] = {}
     found: dict[tuple[str, str], list[list[Any]]] = {}
-    alive = [one for one in BACKENDS if answer(*jobs[one], LOAD_SECONDS) == "loaded"]
+    alive = [one for one in backends if answer(*jobs[one], LOAD_SECONDS) == "loaded"]
     try:
         for number in range(ROUNDS):
             # Triton's is many times slower: once says it.
