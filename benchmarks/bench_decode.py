@@ -123,11 +123,11 @@ def _repeated(call: Callable[[], object]) -> Callable[[], None]:
     return run
 
 
-def kbmla_graphs(inputs: Inputs, policy: str) -> Timed:
+def kbmla_graphs(inputs: Inputs, policy: str, partial_fp16: bool) -> Timed:
     """The graphs of kbmla with one policy."""
     shape, device = inputs.shape, inputs.query.device
     requests = len(shape.lengths)
-    model = BalancedMla(shape.heads, device, False, policy=policy)
+    model = BalancedMla(shape.heads, device, False, policy=policy, partial_fp16=partial_fp16)
     model.require(shape.q, requests)
     rows = (requests, shape.q, shape.heads)
     # NaN until written: an element that no kernel writes shows in the error.
@@ -231,12 +231,14 @@ def worst_error(out: Tensor, exact: tuple[list[int], list[Tensor]]) -> float | N
 @dataclass(frozen=True)
 class Options:
     """policies: the first is compared with FlashMLA; repeats: timed replays; seconds: limit of a
-    shape's replays, which lowers the repeats of a slow one; check: compare outputs."""
+    shape's replays, which lowers the repeats of a slow one; check: compare outputs; partial_fp16:
+    kbmla's unmerged results as FP16."""
 
     policies: tuple[str, ...] = ("balanced", "equal")
     repeats: int = 20
     seconds: float = 4.0
     check: bool = True
+    partial_fp16: bool = False
 
 
 def measure(
@@ -249,7 +251,9 @@ def measure(
 ) -> Row:
     """Times one shape."""
     inputs = make_inputs(shape, cache)
-    timed = {policy: kbmla_graphs(inputs, policy) for policy in options.policies}
+    timed = {
+        policy: kbmla_graphs(inputs, policy, options.partial_fp16) for policy in options.policies
+    }
     peer = flashmla.graphs(inputs) if flashmla else None
     everyone = [*timed.values(), *([peer] if peer else [])]
     steps = [one.decode.replay for one in everyone]
@@ -340,6 +344,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--seconds", type=float, default=4.0, help="limit of a shape's replays (default 4)"
     )
+    p.add_argument("--fp16-partials", action="store_true", help="unmerged results of kbmla as FP16")
     p.add_argument("--no-check", action="store_true", help="do not compare outputs with float64")
     p.add_argument("--json", type=Path, metavar="FILE", help="write the run; --load prints it")
     p.add_argument("--csv", type=Path, metavar="FILE", help="write the rows")
@@ -407,7 +412,7 @@ def _run(args: argparse.Namespace) -> int:
     gpu, l2_bytes = str(state["gpu"]), int(state["l2_bytes"])
     print(", ".join(f"{name} {value}" for name, value in state.items()))
     limits = timing.ceilings()
-    options = Options(policies, repeats, args.seconds, not args.no_check)
+    options = Options(policies, repeats, args.seconds, not args.no_check, args.fp16_partials)
     print(header(policies, flashmla is not None), flush=True)
     rows: list[Row] = []
     try:

@@ -29,6 +29,12 @@ def prepare(mla: BalancedMla, max_q: int, max_requests: int) -> None:
             mla.require(q, requests)
 
 
+def make(heads: int, device: torch.device, dcp: bool) -> BalancedMla:
+    """One as vLLM gets it: FP16 partials of split requests lose 2^-12, where its BF16 latents lose
+    2^-9, and take half of the time to store and to merge."""
+    return BalancedMla(heads, device, dcp, partial_fp16=True)
+
+
 class Buffers:
     """A prepared BalancedMla that the layers of one shape share until a builder claims it.
 
@@ -40,7 +46,7 @@ class Buffers:
         self, heads: int, device: torch.device, dcp: bool, max_q: int, max_requests: int
     ) -> None:
         self.heads, self.device, self.dcp = heads, device, dcp
-        self.mla = BalancedMla(heads, device, dcp)
+        self.mla = make(heads, device, dcp)
         prepare(self.mla, max_q, max_requests)
         self._owner: weakref.ref[object] | None = None
 
@@ -54,7 +60,7 @@ class Buffers:
         """
         taken = self._owner is not None and self._owner() is not None
         if taken or as_device(device) != self.device:
-            mla = BalancedMla(self.heads, device, self.dcp)
+            mla = make(self.heads, device, self.dcp)
         else:
             mla = self.mla
             self._owner = weakref.ref(owner)
