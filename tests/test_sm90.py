@@ -33,6 +33,7 @@ from cases import (
 from compare import (
     BF16_NORM,
     FP22_SCALE,
+    LSE_BOUND,
     NORM_BOUND,
     PROBE_LSE,
     ROW_BOUND,
@@ -487,6 +488,30 @@ def test_caches_beyond_four_gib(sm90, far):
     batch = replace(near, cache=cache.view(FP8), block_table=table)
     for count in (1, 3):
         assert_same(decode(core(batch), batch, count), decode(core(near), near, count))
+
+
+def test_the_longest_request(sm90):
+    """2^31 - 1 tokens, the last split's tiles end at 2^31. All are on one page, so each of its rows
+    counts 2^23 times, the last once less."""
+    g = torch.Generator().manual_seed(13)
+    rows = torch.randn(256, 576, generator=g).to(FP8)
+    query = torch.randn(1, 1, 16, 576, generator=g).to(FP8)
+    batch = Batch(
+        query.to(sm90),
+        rows.view(1, 256, 576).to(sm90),
+        torch.zeros(1, 2**23, dtype=torch.int32, device=sm90),
+        torch.tensor([2**31 - 1], dtype=torch.int32, device=sm90),
+        [],
+        (FP22_SCALE, 1.0),
+    )
+    out, lse = decode(core(batch, p_scale=256.0), batch, 132)
+    weight = torch.full((256,), 2.0**23, dtype=torch.float64)
+    weight[-1] -= 1
+    scores = query.double() @ rows.double().T * FP22_SCALE + weight.log()
+    ref = torch.softmax(scores, -1) @ rows[:, :512].double()
+    assert norm_error(out.cpu(), ref) <= NORM_BOUND
+    ref_lse = torch.logsumexp(scores, -1) * LOG2E
+    assert (lse.cpu().double() - ref_lse).abs().max() < LSE_BOUND
 
 
 # ---------------------------------------------------------------------------- graphs, streams

@@ -58,17 +58,6 @@ static __device__ __forceinline__ bool mbarrier_test(uint32_t barrier, uint32_t 
     return done != 0;
 }
 
-/* The same, without sleeping. */
-static __device__ __forceinline__ bool mbarrier_poll(uint32_t barrier, uint32_t phase) {
-    uint32_t done;
-    asm volatile("{\n.reg .pred p;\nmbarrier.test_wait.parity.shared.b64 p, [%1], %2;\n"
-                 "selp.u32 %0, 1, 0, p;\n}"
-                 : "=r"(done)
-                 : "r"(barrier), "r"(phase)
-                 : "memory");
-    return done != 0;
-}
-
 static __device__ __forceinline__ void mbarrier_wait(uint32_t barrier, uint32_t phase) {
     while (!mbarrier_test(barrier, phase)) {
     }
@@ -77,11 +66,6 @@ static __device__ __forceinline__ void mbarrier_wait(uint32_t barrier, uint32_t 
 /* bar.sync among `threads` threads of the block. */
 static __device__ __forceinline__ void named_barrier_sync(uint32_t id, uint32_t threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
-}
-
-/* bar.arrive: is counted, and does not wait. */
-static __device__ __forceinline__ void named_barrier_arrive(uint32_t id, uint32_t threads) {
-    asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
 /* 16 bytes of the same word. */

@@ -19,9 +19,9 @@
  *     warpgroup 1   O += 0, 1   S, P of 3   O += 2, 3   S, P of 5   ...
  *
  *   TMA warp ----full_bar[stage]---> S of the warpgroup's stage
- *      ^                             maxima, which go on from the other's stage before  <--
- * P_BARRIER |                             P and the factors of older sums to shared memory   -->
- * P_BARRIER
+ *      ^                             maxima, going on from the other's: its P_BARRIER has to say
+ *      |                               that it has weighed its stage before
+ *      |                             P, and factors of older sums; its own P_BARRIER
  *      +-------empty_bar[stage]----- O += V^T P^T of the other's stage, then of its own
  *
  *   query warp --query_full_bar--> Q, item, visible of an item
@@ -33,8 +33,8 @@
  *
  * FP8 wgmma keeps 13 bits below the largest exponent of its sum and cuts off the rest, so O is
  * summed over one stage only and then added in FP32 registers; the rescale of a grown maximum rides
- * on that addition. The maximum is exact on every stage. Results of unsplit requests go straight to
- * `out`.
+ * on that addition. The largest score of a stage is exact, no guess that would be corrected.
+ * Results of unsplit requests go straight to `out`.
  *
  * Registers of a consumer thread: O 2N all along; 32 scores and 32 of each panel on its way, or
  * three groups' products of V, its fragments and N/4 factors. What a lane needs of addresses is
@@ -160,28 +160,35 @@ static __device__ __forceinline__ void wait_for_other(sm90_smem<N> &smem, const 
     mbarrier_wait(smem_address(&smem.full_bar[place.stage()]), place.phase());
 }
 
+/* What consumers keep of an item. */
+struct item_stages {
+    uint32_t parity;    /* of the item */
+    uint32_t begin;     /* first token */
+    uint32_t end;       /* of whole tiles, so that both warpgroups pass through as many stages */
+    uint32_t clean_end; /* every row sees all tokens before it */
+};
+
 /* P and its factors of the warpgroup's stage at `own`, whose first token is `token`, and its part
  * of the row sums; waits for the other warpgroup's stage before meanwhile. */
 template <int N>
-static __device__ __forceinline__ void
-weigh(const decode_params &params, sm90_smem<N> &smem, const consumer &self, ring_place<N> own,
-      uint32_t token, uint32_t begin, uint32_t stages_end, uint32_t clean_end, uint32_t parity, float (&sums)[2]) {
-    const item_info &item = smem.item[parity];
+static __device__ __forceinline__ void weigh(const decode_params &params, sm90_smem<N> &smem,
+                                             const consumer &self, const item_stages &item,
+                                             ring_place<N> own, uint32_t token, float (&sums)[2]) {
     const uint32_t stage = smem_address(smem.ring) + own.stage() * STAGE_BYTES;
     const float scale = params.softmax_scale_log2;
     panel_scores<N> scores;
     float (&s)[STAGE_TOKENS / 2] = scores.sum;
     mbarrier_wait(smem_address(&smem.full_bar[own.stage()]), own.phase());
     start_scores<N>(scores, stage, smem_address(smem.q));
-    if (token != begin)
+    if (token != item.begin)
         wait_for_other<N>(smem, self, own.previous());
     finish_scores<N>(scores, stage, smem_address(smem.q));
-    if (self.lane == 0 && token + KBMLA_TILE_TOKENS >= stages_end)
+    if (self.lane == 0 && token + KBMLA_TILE_TOKENS >= item.end)
         mbarrier_arrive(smem_address(&smem.query_empty_bar));
-    const bool is_masked = token + STAGE_TOKENS > clean_end;
+    const bool is_masked = token + STAGE_TOKENS > item.clean_end;
     if (is_masked) {
+        clear_values(stage, token, smem.item[item.parity].end, self.warp, self.lane);
         /* All four warps read all tokens' values. */
-        clear_values(stage, token, item.end, self.warp, self.lane);
         named_barrier_sync(GROUP_BARRIER + self.group, WARPGROUP);
     }
     if (16 * self.warp >= N)
@@ -196,12 +203,12 @@ weigh(const decode_params &params, sm90_smem<N> &smem, const consumer &self, rin
         own_kept[h] = load_shared_f32(own_max + 32 * h);
     }
     if (is_masked)
-        mask_scores(s, smem_address(smem.visible[parity]) + self.row, token, self.lane);
+        mask_scores(s, smem_address(smem.visible[item.parity]) + self.row, token, self.lane);
     stage_maxima(top, s);
 #pragma unroll
     for (int h = 0; h < 2; h++) {
-        kept[h] = token != begin ? kept[h] : NO_MAXIMUM;
-        own_kept[h] = token >= begin + KBMLA_TILE_TOKENS ? own_kept[h] : NO_MAXIMUM;
+        kept[h] = token != item.begin ? kept[h] : NO_MAXIMUM;
+        own_kept[h] = token >= item.begin + KBMLA_TILE_TOKENS ? own_kept[h] : NO_MAXIMUM;
         top[h] = grown_maximum(kept[h], top[h], scale, params.growth);
         kept[h] = exp2_approx((kept[h] - top[h]) * scale);
         sums[h] *= exp2_approx((own_kept[h] - top[h]) * scale);
@@ -241,34 +248,36 @@ static __device__ __forceinline__ void consume(const decode_params &params, sm90
     const consumer self = make_consumer<N>(smem);
     const uint32_t lane = self.lane, block_warp = self.block_warp;
     const float scale = params.softmax_scale_log2;
-    /* Of the warpgroup's next stage. */
+    /* Of the warpgroup's next stage. Full barriers are waited for from phase 0 on, empty ones,
+     * which nobody has used, from 1 on. */
     ring_place<N> own = {self.group};
 
     for (uint32_t parity = 0;; parity ^= 1) {
         mbarrier_wait(smem_address(&smem.query_full_bar), parity);
-        const item_info &item = smem.item[parity];
-        if (!uniform(item.is_valid))
+        const item_info &info = smem.item[parity];
+        if (!uniform(info.is_valid))
             return;
-        /* Whole tiles, so that both warpgroups pass through as many stages. */
-        const uint32_t begin = uniform(item.begin),
-                       stages_end = uniform(item.end + KBMLA_TILE_TOKENS - 1) / KBMLA_TILE_TOKENS *
-                                    KBMLA_TILE_TOKENS;
-        const uint32_t clean_end = uniform(item.clean_end);
+        const uint32_t end = uniform(info.end);
+        const item_stages item = {parity, (uint32_t)uniform(info.begin),
+                                  (end + KBMLA_TILE_TOKENS - 1) / KBMLA_TILE_TOKENS *
+                                      KBMLA_TILE_TOKENS,
+                                  (uint32_t)uniform(info.clean_end)};
+        const bool has_stages = item.begin < item.end;
         float o[M_TILES][N / 2] = {};
         float sums[2] = {}; /* of the warp's rows g and g + 8, this lane's tokens */
 
         /* Warpgroup 0 comes by once more, for the last stage of the other. */
 #pragma unroll 1
-        for (uint32_t token = begin + self.group * STAGE_TOKENS;
-             begin < stages_end && token < stages_end + STAGE_TOKENS; token += KBMLA_TILE_TOKENS) {
-            const bool has_own = token < stages_end;
+        for (uint32_t token = item.begin + self.group * STAGE_TOKENS;
+             has_stages && token < item.end + STAGE_TOKENS; token += KBMLA_TILE_TOKENS) {
+            const bool has_own = token < item.end, has_before = token != item.begin;
             const uint32_t own_values = self.values + own.stage() * STAGE_BYTES;
             value_fragments<N> values;
             if (has_own)
-                weigh<N>(params, smem, self, own, token, begin, stages_end, clean_end, parity, sums);
+                weigh<N>(params, smem, self, item, own, token, sums);
             else
                 wait_for_other<N>(smem, self, own.previous());
-            load_first_values<N>(values, token != begin
+            load_first_values<N>(values, has_before
                                              ? self.values + own.previous().stage() * STAGE_BYTES
                                              : own_values);
             if (has_own) {
@@ -277,7 +286,7 @@ static __device__ __forceinline__ void consume(const decode_params &params, sm90
             }
             /* The other warpgroup's stage before, then the own one. */
 #pragma unroll 1
-            for (uint32_t step = token != begin ? 0 : 1; step < 1 + has_own; step++) {
+            for (uint32_t step = has_before ? 0 : 1; step < 1 + has_own; step++) {
                 if (step == 1) /* its four warps have written P */
                     named_barrier_sync(GROUP_BARRIER + self.group, WARPGROUP);
                 add_stage<N>(o, values, smem, self, step == 0 ? own.previous() : own,
@@ -289,7 +298,7 @@ static __device__ __forceinline__ void consume(const decode_params &params, sm90
                 own = own.next().next();
         }
 
-        if (begin < stages_end) {
+        if (has_stages) {
             if (16 * self.warp < N) {
 #pragma unroll
                 for (int h = 0; h < 2; h++) {
@@ -300,20 +309,21 @@ static __device__ __forceinline__ void consume(const decode_params &params, sm90
                         smem.row_sum[self.group][row] = sum * exp2_approx(grown * scale);
                 }
             }
+            /* All sums are written; P, factors and maxima of the item are no longer read but for
+             * the last maxima. */
             named_barrier_sync(CONSUMER_BARRIER, CONSUMERS);
         } else if (lane == 0) {
-            mbarrier_arrive(smem_address(&smem.query_empty_bar));
+            mbarrier_arrive(smem_address(&smem.query_empty_bar)); /* no scores will */
         }
         float *const factor = smem.factor[block_warp];
 #pragma unroll 1
         for (int32_t row = (int32_t)from_here(lane); row < N; row += 32) {
-            const float sum =
-                begin < stages_end ? smem.row_sum[0][row] + smem.row_sum[1][row] : 0.0f;
-            factor[row_position<N>(row)] = finish_row(params, item, smem.lse_at[parity], row, sum,
+            const float sum = has_stages ? smem.row_sum[0][row] + smem.row_sum[1][row] : 0.0f;
+            factor[row_position<N>(row)] = finish_row(params, info, smem.lse_at[parity], row, sum,
                                                       smem.row_max[1][row], block_warp == 0);
         }
         __syncwarp();
-        store_rows<N>(params, item, o, factor, smem.out_at[parity], block_warp, from_here(lane));
+        store_rows<N>(params, info, o, factor, smem.out_at[parity], block_warp, from_here(lane));
         __syncwarp();
     }
 }

@@ -180,7 +180,7 @@ static __device__ __forceinline__ void produce_rows(const decode_params &params,
  * the address of one row. */
 template <int N>
 static __device__ __forceinline__ void copy_query_rows(const decode_params &params, uint32_t q,
-                                                       const item_info &item, uint32_t lane) {
+                                                       const work_item &item, uint32_t lane) {
     constexpr uint32_t panel_bytes = sm90_smem<N>::Q_PANEL_BYTES;
 #pragma unroll 1
     for (int32_t begin = 0; begin < N; begin += 32) {
@@ -230,9 +230,7 @@ static __device__ __forceinline__ void produce_query(const decode_params &params
                     tma_load_3d(q + 4 * sm90_smem<N>::Q_PANEL_BYTES, &query.rope, 0, item.first_row,
                                 item.batch, full);
                 }
-                info.batch = item.batch;
                 info.slot = item.slot;
-                info.first_row = item.first_row;
                 info.tile_row = item.tile_row;
                 info.rows = item.rows;
                 info.begin = item.begin;
@@ -241,19 +239,19 @@ static __device__ __forceinline__ void produce_query(const decode_params &params
         }
         __syncwarp();
         if (tile.is_valid) {
-            const int32_t last = info.first_row + kbmla_max(info.rows - 1, 0);
+            const int32_t last = item.first_row + kbmla_max(item.rows - 1, 0);
 #pragma unroll 1
             for (int32_t row = (int32_t)lane; row < N; row += 32) {
-                const int32_t own = kbmla_min(info.first_row + row, last);
+                const int32_t own = kbmla_min(item.first_row + row, last);
                 smem.visible[parity][row] =
-                    sees_all ? item.length : visible_keys(params, info.batch, item.length, own);
+                    sees_all ? item.length : visible_keys(params, item.batch, item.length, own);
                 if (info.slot < 0) {
-                    smem.out_at[parity][row] = out_row(params, info.batch, own);
-                    smem.lse_at[parity][row] = lse_row(params, info.batch, own);
+                    smem.out_at[parity][row] = out_row(params, item.batch, own);
+                    smem.lse_at[parity][row] = lse_row(params, item.batch, own);
                 }
             }
             if (!query.is_tma)
-                copy_query_rows<N>(params, q, info, lane);
+                copy_query_rows<N>(params, q, item, lane);
             __syncwarp();
             /* Later tokens see more. */
             if (lane == 0)

@@ -26,8 +26,7 @@ static __device__ __forceinline__ void start_panel_scores(float (&s)[STAGE_TOKEN
     wgmma_fence();
 #pragma unroll
     for (int step = 0; step < (panel < 4 ? 4 : 2); step++)
-        wgmma_e4m3<STAGE_TOKENS>::ss(s, moved(q_panel, 32 * step), moved(k_panel, 32 * step),
-                                     step != 0);
+        wgmma_e4m3_64(s, moved(q_panel, 32 * step), moved(k_panel, 32 * step), step != 0);
     wgmma_commit();
 }
 

@@ -18,6 +18,22 @@ static __device__ __forceinline__ uint32_t from_here(uint32_t value) {
 
 /* ---- barriers and fences */
 
+/* bar.arrive: is counted, and does not wait. */
+static __device__ __forceinline__ void named_barrier_arrive(uint32_t id, uint32_t threads) {
+    asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+/* As mbarrier_test, without sleeping. */
+static __device__ __forceinline__ bool mbarrier_poll(uint32_t barrier, uint32_t phase) {
+    uint32_t done;
+    asm volatile("{\n.reg .pred p;\nmbarrier.test_wait.parity.shared.b64 p, [%1], %2;\n"
+                 "selp.u32 %0, 1, 0, p;\n}"
+                 : "=r"(done)
+                 : "r"(barrier), "r"(phase)
+                 : "memory");
+    return done != 0;
+}
+
 /* Arrives and announces `bytes` of bulk copies that the phase waits for as well. */
 static __device__ __forceinline__ void mbarrier_arrive_expect(uint32_t barrier, uint32_t bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
@@ -152,11 +168,9 @@ static __device__ __forceinline__ void hold_fragments(uint32_t (&reg)[2][4]) {
 
 /*
  * d[64 x N] (+)= a[64 x 32] b[N x 32]^T on E4M3, FP32 accumulators: d[4j + 2h + c] of a lane is row
- * 16 * warp + lane / 4 + 8h, column 8j + 2 * (lane % 4) + c. `ss` takes a from shared memory, `rs`
- * from registers; both operands are K-major, as descriptors say. Without `is_sum` d is overwritten.
+ * 16 * warp + lane / 4 + 8h, column 8j + 2 * (lane % 4) + c. Operands in shared memory are K-major,
+ * as descriptors say. Without `is_sum` d is overwritten.
  */
-template <int N> struct wgmma_e4m3;
-
 #define WGMMA_OUT_4(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define WGMMA_OUT_8(d, i) WGMMA_OUT_4(d, i), WGMMA_OUT_4(d, i + 4)
 #define WGMMA_OUT_12(d, i) WGMMA_OUT_8(d, i), WGMMA_OUT_4(d, i + 8)
@@ -170,21 +184,24 @@ template <int N> struct wgmma_e4m3;
 #define WGMMA_REG_16 WGMMA_REG_12 ", %12, %13, %14, %15"
 #define WGMMA_REG_20 WGMMA_REG_16 ", %16, %17, %18, %19"
 #define WGMMA_REG_24 WGMMA_REG_20 ", %20, %21, %22, %23"
-#define WGMMA_REG_28 WGMMA_REG_24 ", %24, %25, %26, %27"
-#define WGMMA_REG_32 WGMMA_REG_28 ", %28, %29, %30, %31"
+#define WGMMA_REG_32 WGMMA_REG_24 ", %24, %25, %26, %27, %28, %29, %30, %31"
+
+/* N = 64, both operands in shared memory. */
+static __device__ __forceinline__ void wgmma_e4m3_64(float (&d)[32], uint64_t a, uint64_t b,
+                                                     int is_sum) {
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %34, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n64k32.f32.e4m3.e4m3 {" WGMMA_REG_32
+                 "}, %32, %33, p, 1, 1;\n}"
+                 : WGMMA_OUT_32(d, 0)
+                 : "l"(a), "l"(b), "r"(is_sum));
+}
+
+/* Other N, `a` in registers. */
+template <int N> struct wgmma_e4m3;
 
 /* The numbers of the operands behind `COUNT` accumulators follow from it: A .. F. */
 #define DEFINE_WGMMA_E4M3(N, COUNT, A, B, C, D, E, F)                                              \
     template <> struct wgmma_e4m3<N> {                                                             \
-        static __device__ __forceinline__ void ss(float (&d)[COUNT], uint64_t a, uint64_t b,       \
-                                                  int is_sum) {                                    \
-            asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #C ", 0;\n"                          \
-                         "wgmma.mma_async.sync.aligned.m64n" #N                                    \
-                         "k32.f32.e4m3.e4m3 {" WGMMA_REG_##COUNT "}, %" #A ", %" #B                \
-                                                                 ", p, 1, 1;\n}"                   \
-                         : WGMMA_OUT_##COUNT(d, 0)                                                 \
-                         : "l"(a), "l"(b), "r"(is_sum));                                           \
-        }                                                                                          \
         static __device__ __forceinline__ void rs(float (&d)[COUNT], const uint32_t (&a)[4],       \
                                                   uint64_t b, int is_sum) {                        \
             asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #F ", 0;\n"                          \
@@ -201,6 +218,5 @@ DEFINE_WGMMA_E4M3(24, 12, 12, 13, 14, 15, 16, 17);
 DEFINE_WGMMA_E4M3(32, 16, 16, 17, 18, 19, 20, 21);
 DEFINE_WGMMA_E4M3(40, 20, 20, 21, 22, 23, 24, 25);
 DEFINE_WGMMA_E4M3(48, 24, 24, 25, 26, 27, 28, 29);
-DEFINE_WGMMA_E4M3(64, 32, 32, 33, 34, 35, 36, 37);
 
 #endif

@@ -1,7 +1,7 @@
 /*
  * The softmax step of the SM90 decode on scores as wgmma leaves them: s[4j + 2h + c] of a lane is
  * row 16 * warp + g + 8h, token 8j + 2t + c of the stage, with g = lane / 4, t = lane % 4. So a
- * lane has half h of two rows' scores, and the four lanes of equal g have all of them.
+ * lane has 16 scores of each of two rows, and the four lanes of equal g have all 64.
  *
  * A row's maximum over the 64 tokens of a stage is exact. It is kept while it grows by at most
  * 8 - log2(p_scale), as on every backend.
@@ -32,7 +32,8 @@ static __device__ __forceinline__ void mask_scores(float (&s)[STAGE_TOKENS / 2],
 }
 
 /* Zeros in place of the value bytes past `end` among the 16 tokens of this warp, which may be
- * anything: P is 0 there, but 0 * NaN is not. `token` is the stage's first. */
+ * anything: P is 0 there, but 0 * NaN is not. Scores may still be computed from them elsewhere, and
+ * are masked. `token` is the stage's first. */
 static __device__ __forceinline__ void clear_values(uint32_t stage, uint32_t token, uint32_t end,
                                                     uint32_t warp, uint32_t lane) {
     const uint32_t first = 16 * warp;

@@ -5,7 +5,7 @@
  * A stage of the ring holds 64 tokens as two operands of wgmma: the latent as four panels
  * [64 tokens, 128 B] in the 128-byte swizzle, the rope as one [64, 64 B] in the 64-byte swizzle.
  * Q lies the same way with its N rows in place of tokens; as 64 rows of an operand it goes on into
- * what follows it, whose scores nobody reads. P is [N rows, 128 tokens] in the 128-byte swizzle;
+ * what follows it, whose scores reach no result. P is [N rows, 128 tokens] in the 128-byte swizzle;
  * within 16 tokens byte 2i is token i and byte 2i + 1 token i + 8, the order in which transposed V
  * fragments come out of ldmatrix.
  *
@@ -43,9 +43,7 @@ static_assert(MAX_BLOCK_ROWS == 64, "the rows of one product of scores");
 /* What the consumers need of an item, written by the warp that loads Q. */
 struct item_info {
     int32_t is_valid; /* 0 ends the walk */
-    int32_t batch;
     int32_t slot;
-    int32_t first_row;
     int32_t tile_row;
     int32_t rows;
     uint32_t begin;
@@ -61,7 +59,7 @@ template <int N> struct sm90_smem {
         PANELS_AHEAD = N <= 48 ? 2 : 1,
         PRODUCT_PARTS = N <= 48 ? 1 : 2,
         ROWS = (N + 15) / 16 * 16, /* of the warps that have any */
-        /* Of a lane's positions: a multiple of 16 bytes, the four lanes' in banks of their own. */
+        /* Of a lane's positions: 16-byte loads, and the four lanes' in banks of their own. */
         PITCH = N == 64 ? 20 : (ROWS / 4 + 3) / 4 * 4,
         POSITIONS = 4 * PITCH,
         Q_PANEL_BYTES = N * 128,
