@@ -40,7 +40,7 @@ FP22_SCORE_MAX = 5e-3
 FP22_MANY_KEYS = 128
 # P from such a score is off by 2^error, 2e-4 rms: nothing beside the 0.0265 of its rounding, which
 # NORM_BOUND is for. O is summed with the same 13 bits, 64 tokens at a time: at most 2.9e-4 of its
-# norm, as for 128 (emulated), against BF16's 1.66e-3. That changes 5 to 6.5 % of the BF16 roundings.
+# norm, as for 128 (emulated), against BF16's 1.66e-3. That changes 5 to 6.5 % of BF16's roundings.
 FP22_OTHER_BITS = 0.05
 # P all powers of two: exact in E4M3 and in FP32. What is left is the rounding to BF16 (2^-9 of the
 # value) and a few FP32 roundings, together below 2^-8; log2 of an exact sum is good to 1e-4.
