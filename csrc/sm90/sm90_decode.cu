@@ -152,45 +152,33 @@ template <int N> static __device__ __forceinline__ consumer make_consumer(sm90_s
     return self;
 }
 
-/* Until the other warpgroup has weighed its stage at `place`, and the stage is there. */
-template <int N>
-static __device__ __forceinline__ void wait_for_other(sm90_smem<N> &smem, const consumer &self,
-                                                      ring_place<N> place) {
-    named_barrier_sync(P_BARRIER + (self.group ^ 1), CONSUMERS);
-    mbarrier_wait(smem_address(&smem.full_bar[place.stage()]), place.phase());
-}
-
-/* What consumers keep of an item. */
+/* What consumers keep of an item in registers. */
 struct item_stages {
-    uint32_t parity;    /* of the item */
-    uint32_t begin;     /* first token */
-    uint32_t end;       /* of whole tiles, so that both warpgroups pass through as many stages */
-    uint32_t clean_end; /* every row sees all tokens before it */
+    uint32_t parity; /* of the item */
+    uint32_t begin;  /* first token */
+    uint32_t end;    /* of whole tiles, so that both warpgroups pass through as many stages */
 };
 
 /* P and its factors of the warpgroup's stage at `own`, whose first token is `token`, and its part
- * of the row sums; waits for the other warpgroup's stage before meanwhile. */
+ * of the row sums. */
 template <int N>
 static __device__ __forceinline__ void weigh(const decode_params &params, sm90_smem<N> &smem,
                                              const consumer &self, const item_stages &item,
                                              ring_place<N> own, uint32_t token, float (&sums)[2]) {
     const uint32_t stage = smem_address(smem.ring) + own.stage() * STAGE_BYTES;
     const float scale = params.softmax_scale_log2;
-    panel_scores<N> scores;
-    float (&s)[STAGE_TOKENS / 2] = scores.sum;
+    float s[STAGE_TOKENS / 2];
     mbarrier_wait(smem_address(&smem.full_bar[own.stage()]), own.phase());
-    start_scores<N>(scores, stage, smem_address(smem.q));
-    if (token != item.begin)
-        wait_for_other<N>(smem, self, own.previous());
-    finish_scores<N>(scores, stage, smem_address(smem.q));
+    compute_scores<N>(s, stage, smem_address(smem.q));
     if (self.lane == 0 && token + KBMLA_TILE_TOKENS >= item.end)
         mbarrier_arrive(smem_address(&smem.query_empty_bar));
-    const bool is_masked = token + STAGE_TOKENS > item.clean_end;
-    if (is_masked) {
+    const bool is_masked =
+        token + STAGE_TOKENS > (uint32_t)uniform(smem.item[item.parity].clean_end);
+    if (is_masked)
         clear_values(stage, token, smem.item[item.parity].end, self.warp, self.lane);
-        /* All four warps read all tokens' values. */
-        named_barrier_sync(GROUP_BARRIER + self.group, WARPGROUP);
-    }
+    /* After the scores: between their start and their wait it costs 4 to 8 % (NOTES.md). */
+    if (token != item.begin)
+        named_barrier_sync(P_BARRIER + (self.group ^ 1), CONSUMERS);
     if (16 * self.warp >= N)
         return;
     const uint32_t tile = token / KBMLA_TILE_TOKENS & 1,
@@ -229,15 +217,15 @@ static __device__ __forceinline__ void weigh(const decode_params &params, sm90_s
 
 /* Adds the stage at `place`, whose first token is `token`, to O. */
 template <int N>
-static __device__ __forceinline__ void
-add_stage(float (&o)[M_TILES][N / 2], value_fragments<N> &values, sm90_smem<N> &smem,
-          const consumer &self, ring_place<N> place, uint32_t token) {
+static __device__ __forceinline__ void add_stage(float (&o)[M_TILES][N / 2], sm90_smem<N> &smem,
+                                                 const consumer &self, ring_place<N> place,
+                                                 uint32_t token) {
     const uint32_t tile = token / KBMLA_TILE_TOKENS & 1, group = token / STAGE_TOKENS & 1;
     const weighted_stage from = {
         self.values + place.stage() * STAGE_BYTES,
         smem_address(smem.p[tile]) + group * STAGE_TOKENS,
         smem_address(&smem.rescale[tile][group][(self.lane & 3) * sm90_smem<N>::PITCH])};
-    accumulate<N>(o, values, from);
+    accumulate<N>(o, from);
     __syncwarp();
     if (self.lane == 0)
         mbarrier_arrive(smem_address(&smem.empty_bar[place.stage()]));
@@ -260,8 +248,7 @@ static __device__ __forceinline__ void consume(const decode_params &params, sm90
         const uint32_t end = uniform(info.end);
         const item_stages item = {parity, (uint32_t)uniform(info.begin),
                                   (end + KBMLA_TILE_TOKENS - 1) / KBMLA_TILE_TOKENS *
-                                      KBMLA_TILE_TOKENS,
-                                  (uint32_t)uniform(info.clean_end)};
+                                      KBMLA_TILE_TOKENS};
         const bool has_stages = item.begin < item.end;
         float o[M_TILES][N / 2] = {};
         float sums[2] = {}; /* of the warp's rows g and g + 8, this lane's tokens */
@@ -271,28 +258,22 @@ static __device__ __forceinline__ void consume(const decode_params &params, sm90
         for (uint32_t token = item.begin + self.group * STAGE_TOKENS;
              has_stages && token < item.end + STAGE_TOKENS; token += KBMLA_TILE_TOKENS) {
             const bool has_own = token < item.end, has_before = token != item.begin;
-            const uint32_t own_values = self.values + own.stage() * STAGE_BYTES;
-            value_fragments<N> values;
-            if (has_own)
-                weigh<N>(params, smem, self, item, own, token, sums);
-            else
-                wait_for_other<N>(smem, self, own.previous());
-            load_first_values<N>(values, has_before
-                                             ? self.values + own.previous().stage() * STAGE_BYTES
-                                             : own_values);
             if (has_own) {
+                weigh<N>(params, smem, self, item, own, token, sums);
                 fence_async_proxy();
                 named_barrier_arrive(P_BARRIER + self.group, CONSUMERS);
+            } else {
+                named_barrier_sync(P_BARRIER + 1, CONSUMERS);
             }
             /* The other warpgroup's stage before, then the own one. */
 #pragma unroll 1
             for (uint32_t step = has_before ? 0 : 1; step < 1 + has_own; step++) {
-                if (step == 1) /* its four warps have written P */
+                const ring_place<N> place = step == 0 ? own.previous() : own;
+                if (step == 0)
+                    mbarrier_wait(smem_address(&smem.full_bar[place.stage()]), place.phase());
+                else /* its four warps have written P */
                     named_barrier_sync(GROUP_BARRIER + self.group, WARPGROUP);
-                add_stage<N>(o, values, smem, self, step == 0 ? own.previous() : own,
-                             token - STAGE_TOKENS * (1 - step));
-                if (step == 0 && has_own)
-                    load_first_values<N>(values, own_values);
+                add_stage<N>(o, smem, self, place, token - STAGE_TOKENS * (1 - step));
             }
             if (has_own)
                 own = own.next().next();

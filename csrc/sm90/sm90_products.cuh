@@ -73,41 +73,30 @@ static __device__ __forceinline__ void start_output(float (&t)[ROWS / 2], uint32
     wgmma_commit();
 }
 
-/* Scores on their way: the sum, and the panels that are added to it one after the other. */
-template <int N> struct panel_scores {
-    float sum[STAGE_TOKENS / 2];
-    float next[sm90_smem<N>::PANELS_AHEAD][STAGE_TOKENS / 2];
-};
-
-/* Starts Q K^T: as many panels as there are registers for. */
+/* s = Q K^T. */
 template <int N>
-static __device__ __forceinline__ void start_scores(panel_scores<N> &scores, uint32_t stage,
-                                                    uint32_t q) {
-    start_panel_scores<N>(scores.sum, 0, stage, q);
-#pragma unroll
-    for (int i = 0; i < sm90_smem<N>::PANELS_AHEAD; i++)
-        start_panel_scores<N>(scores.next[i], i + 1, stage, q);
-}
-
-/* Waits for the scores, and starts the other panels. */
-template <int N>
-static __device__ __forceinline__ void finish_scores(panel_scores<N> &scores, uint32_t stage,
-                                                     uint32_t q) {
+static __device__ __forceinline__ void compute_scores(float (&s)[STAGE_TOKENS / 2], uint32_t stage,
+                                                      uint32_t q) {
     constexpr int AHEAD = sm90_smem<N>::PANELS_AHEAD;
+    float next[AHEAD][STAGE_TOKENS / 2];
+    start_panel_scores<N>(s, 0, stage, q);
+#pragma unroll
+    for (int panel = 1; panel <= AHEAD; panel++)
+        start_panel_scores<N>(next[panel - 1], panel, stage, q);
 #pragma unroll
     for (int panel = 1; panel < SCORE_PANELS; panel++) {
-        float (&next)[STAGE_TOKENS / 2] = scores.next[(panel - 1) % AHEAD];
+        float (&sum)[STAGE_TOKENS / 2] = next[(panel - 1) % AHEAD];
         if (AHEAD > 1 && panel + 1 < SCORE_PANELS)
             wgmma_wait<AHEAD - 1>();
         else
             wgmma_wait<0>();
-        hold_registers(scores.sum);
-        hold_registers(next);
+        hold_registers(s);
+        hold_registers(sum);
 #pragma unroll
         for (int i = 0; i < STAGE_TOKENS / 2; i++)
-            scores.sum[i] += next[i];
+            s[i] += sum[i];
         if (panel + AHEAD < SCORE_PANELS)
-            start_panel_scores<N>(next, panel + AHEAD, stage, q);
+            start_panel_scores<N>(sum, panel + AHEAD, stage, q);
     }
 }
 
@@ -118,33 +107,21 @@ struct weighted_stage {
     uint32_t rescale; /* of what was summed before: the lane's first row */
 };
 
-/* V^T of the m tiles in use, and of the next. */
-template <int N> struct value_fragments {
-    enum { COUNT = sm90_smem<N>::PRODUCT_PARTS == 1 ? 3 : 2 };
-    uint32_t of[COUNT][2][4];
-};
-
-/* Those of a stage that accumulate() begins with. */
-template <int N>
-static __device__ __forceinline__ void load_first_values(value_fragments<N> &values,
-                                                         uint32_t columns) {
-#pragma unroll
-    for (int m = 0; m < value_fragments<N>::COUNT; m++)
-        load_values(values.of[m], columns, m);
-}
-
 /*
  * O = O * rescale + V^T P^T of a stage. A group is the products of an m tile, or of a part of its
  * rows; two run while the one before them is added. The factors stay in registers: reading them
  * for each m tile would take as much of shared memory's time as V.
  */
 template <int N>
-static __device__ __forceinline__ void
-accumulate(float (&o)[M_TILES][N / 2], value_fragments<N> &values, const weighted_stage &from) {
+static __device__ __forceinline__ void accumulate(float (&o)[M_TILES][N / 2],
+                                                  const weighted_stage &from) {
     constexpr int PARTS = sm90_smem<N>::PRODUCT_PARTS, ROWS = N / PARTS, GROUPS = M_TILES * PARTS,
-                  COUNT = value_fragments<N>::COUNT;
-    uint32_t (&a)[COUNT][2][4] = values.of;
+                  COUNT = PARTS == 1 ? 3 : 2; /* m tiles' fragments: those in use, and the next */
+    uint32_t a[COUNT][2][4];
     float t[3][ROWS / 2], factor[N / 4];
+#pragma unroll
+    for (int m = 0; m < COUNT; m++)
+        load_values(a[m], from.columns, m);
 #pragma unroll
     for (int i = 0; i < GROUPS + 2; i++) {
         const int m = i / PARTS, part = i % PARTS;
