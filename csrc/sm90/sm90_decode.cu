@@ -176,7 +176,6 @@ static __device__ __forceinline__ void weigh(const decode_params &params, sm90_s
         token + STAGE_TOKENS > (uint32_t)uniform(smem.item[item.parity].clean_end);
     if (is_masked)
         clear_values(stage, token, smem.item[item.parity].end, self.warp, self.lane);
-    /* After the scores: between their start and their wait it costs 4 to 8 % (NOTES.md). */
     if (token != item.begin)
         named_barrier_sync(P_BARRIER + (self.group ^ 1), CONSUMERS);
     if (16 * self.warp >= N)
