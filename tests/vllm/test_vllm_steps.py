@@ -224,6 +224,7 @@ def test_prepared_before_the_first_step(tmp_path):
     classes = {capacity for most, capacity in CAPACITY[False] if most <= 1024}
     assert mla.cores.keys() == {(q, capacity) for q in (1, 2, 3, 4) for capacity in classes}
     assert max(core.max_requests for core in mla.cores.values()) == 300
+    assert all(core.config.partial_fp16 for core in mla.cores.values())
     before = {key: [t.data_ptr() for t in plan] for key, plan in mla.plans.items()}
     workspace = mla.workspace.data_ptr()
     for requests in (1, 17, 65, 300):
