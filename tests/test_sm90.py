@@ -165,8 +165,9 @@ def test_mean_of_v_over_one_long_split(sm90, capsys, heads, length):
         means[backend] = signed
     assert max(map(abs, means.values())) <= 1e-3
     assert abs(means["sm90"] - means["cuda"]) <= 4.2e-4
-    # The rounding of P is the same on both; the rest is a tenth of it at most.
-    assert errors["sm90"] <= 1.2 * errors["cuda"]
+    # The rounding of P, 0.0265 of it, is alike on both. Scores move P by 2e-4 rms besides, 1 % of
+    # that, and the sums of O are cut off by 2.9e-4 of their norm at most (compare.py).
+    assert errors["sm90"] <= 1.01 * errors["cuda"] + 2.9e-4
 
 
 @pytest.mark.parametrize("length", [8192, 131072])
