@@ -22,8 +22,8 @@ length and a fixed overhead, as FlashMLA's scheduler does. That one needs no lis
 and may cut each q tile of a request elsewhere; its cuts are at whole tiles of this kernel.
 
 Constants are H200 measurements (bandwidths, stores of all SMs) but for the main loop, a line 4 to
-11 % below the times measured at 48 and 64 rows, and the start of an entry, the store rate of few SMs
-and the latency of the reduce, which are estimates.
+11 % below the times measured at 48 and 64 rows, and the start of an entry, the store rate of few
+SMs and the latency of the reduce, which are estimates.
 """
 
 from __future__ import annotations
