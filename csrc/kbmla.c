@@ -338,5 +338,10 @@ kbmla_status kbmla_reduce(const kbmla_config *config, const kbmla_decode_args *a
               config->backend);
     if (config->backend != KBMLA_BACKEND_CPU && args->num_requests > 0)
         FORWARD_IF_ERROR(check_aligned_out(err, config, args));
-    return args->num_requests == 0 ? KBMLA_OK : backend->reduce(config, &sizes, args, stream, err);
+    if (args->num_requests == 0)
+        return KBMLA_OK;
+    /* The reduce reads the plan ahead of its wait, which only a decode before it makes safe. */
+    kbmla_decode_args alone = *args;
+    alone.pdl = 0;
+    return backend->reduce(config, &sizes, &alone, stream, err);
 }

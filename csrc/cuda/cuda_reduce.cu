@@ -3,12 +3,16 @@
  * w_i = 2^(lse_i - max lse), per row and in blocks of the 512 columns.
  *
  * The grid knows nothing of the lengths: each block first lists the split requests (their counts
- * after normalisation, as decode saw them), then takes (row, columns) pairs of these, a grid apart.
- * Up to 8 splits are summed in ascending order. Of more, team t of 16 lanes sums splits t, t + 16,
- * ... in ascending order, against the maximum over its warp's two teams, and the sixteen sums are
- * added in order: a result depends neither on the number of blocks nor on their columns. Partials
- * are loaded before their weights are known, and what a task needs of its index is worked out while
- * others wait for memory.
+ * after normalisation, as decode saw them), those of up to 8 splits apart from the others. A row of
+ * the former is a warp's, its splits summed in ascending order. The columns of a row of the others
+ * are shared by as many blocks as there are to spare: team t of 16 lanes sums splits t, t + 16, ...
+ * in ascending order, against the maximum over its warp's two teams, and the sixteen sums are added
+ * in order. So a result depends neither on the number of blocks nor on what else is in the step.
+ * Partials are loaded before their weights are known, and what a task needs of its index is worked
+ * out while others wait for memory.
+ *
+ * Lengths and plan are read before the wait for decode: decode lets this kernel start only once it
+ * has waited for them itself.
  */
 #include "cuda_launch.h"
 #include "cuda_ptx.cuh"
@@ -20,45 +24,21 @@
 enum {
     WARPS = 8,
     THREADS = 32 * WARPS,
-    FEW = 8,           /* splits of a row that are summed in order, by a warp where rows are many */
+    BLOCKS_PER_SM = 3,
+    FEW = 8,           /* splits of a row that are summed in order, by a warp */
     TEAMS = 2 * WARPS, /* ... of more by a block */
     LANES = 16,        /* of a team */
     GROUP = 4          /* splits of a team that are skipped together */
 };
-
-/* The columns of a row are shared by COLUMN_BLOCKS blocks: by several where rows are so few that
- * SMs would idle; such a block has up to all of a much split row in flight at once. */
-static constexpr int blocks_per_sm(int column_blocks) {
-    return column_blocks == 1 ? 3 : 2;
-}
 
 struct reduce_params {
     kbmla_decode_args args;
     kbmla_sizes sizes;
     int32_t num_heads;
     int32_t tail;
+    int32_t bands; /* of the columns, where rows are many */
     float output_scale;
 };
-
-/* A row of the split requests, and which of its column blocks. */
-struct reduce_task {
-    int32_t request, q_tile, tile_row, token, head, block;
-};
-
-static __device__ __forceinline__ reduce_task make_task(const reduce_params &params, int32_t index,
-                                                        int32_t column_blocks) {
-    const kbmla_sizes &sizes = params.sizes;
-    reduce_task task;
-    int32_t row = index / column_blocks;
-    task.block = index % column_blocks;
-    task.request = kbmla_div(row, sizes.rows);
-    row -= task.request * sizes.rows;
-    task.q_tile = kbmla_div(row, sizes.q_tile_rows);
-    task.tile_row = row - task.q_tile * sizes.q_tile_rows;
-    task.token = kbmla_div(row, params.num_heads);
-    task.head = row - task.token * params.num_heads;
-    return task;
-}
 
 /* A split request, as the blocks list them. */
 struct split_request {
@@ -66,21 +46,58 @@ struct split_request {
     uint32_t batch : 10, planned : 9, count : 9;
 };
 
+struct reduce_smem {
+    split_request
+        requests[KBMLA_MAX_REQUESTS]; /* of few splits from the front, others from the end */
+    uint32_t warp_listed[WARPS];      /* of few splits, and of more << 16 */
+    float2 warp_stat[WARPS];          /* maximum, sum of weights */
+    alignas(16) float team_sum[TEAMS * KBMLA_HEAD_DIM_V];
+};
+
+/* Past L1, which may still have what they were before the kernels that wrote them. */
 static __device__ __forceinline__ split_request find_request(const reduce_params &params,
-                                                             int32_t batch, int64_t max_tokens) {
-    if (batch >= params.args.num_requests)
+                                                             int32_t batch) {
+    const kbmla_decode_args &args = params.args;
+    if (batch >= args.num_requests)
         return {-1, 0, 0, 0};
-    const int32_t planned = params.args.counts[batch], length = params.args.lengths[batch];
-    const int32_t element = params.args.work[params.tail + batch];
+    const int32_t planned = __ldcg(args.counts + batch), length = __ldcg(args.lengths + batch);
+    const int32_t element = __ldcg(args.work + params.tail + batch);
     /* A foreign plan may hold any count; slots that there are not are skipped. No && here, or the
      * loads would wait for one another. */
     if (!((planned > 1) & (planned <= KBMLA_MAX_SPLITS) & (element < 0) & (length > 0)))
         return {-1, 0, 0, 0};
-    const int32_t tiles = kbmla_num_tiles(kbmla_clamp_length(length, max_tokens));
+    const int32_t tiles =
+        kbmla_num_tiles(kbmla_clamp_length(length, args.max_pages * args.page_size));
     const int32_t count = kbmla_normalise_count(tiles, planned);
     const int32_t base =
         kbmla_checked_base(element, planned, params.sizes.num_q_tiles, params.sizes.max_partials);
     return {count > 1 ? base : -1, (uint32_t)batch, (uint32_t)planned, (uint32_t)count};
+}
+
+/* How many split requests there are of up to FEW splits (x) and of more (y). */
+static __device__ __forceinline__ int2 list_requests(const reduce_params &params,
+                                                     reduce_smem &smem) {
+    const uint32_t thread = threadIdx.x, lane = thread & 31, warp = uniform(thread >> 5);
+    const uint32_t below = (1u << lane) - 1;
+    uint32_t listed = 0;
+    for (int32_t first = 0; first < params.args.num_requests; first += THREADS) {
+        const split_request request = find_request(params, first + (int32_t)thread);
+        const bool is_split = request.base >= 0, is_few = is_split && request.count <= FEW;
+        const uint32_t few = __ballot_sync(FULL_WARP, is_few);
+        const uint32_t more = __ballot_sync(FULL_WARP, is_split && !is_few);
+        if (lane == 0)
+            smem.warp_listed[warp] = __popc(few) | __popc(more) << 16;
+        __syncthreads();
+        uint32_t at = listed + (__popc(few & below) | __popc(more & below) << 16);
+        for (uint32_t w = 0; w < WARPS; w++) {
+            at += w < warp ? smem.warp_listed[w] : 0;
+            listed += smem.warp_listed[w];
+        }
+        if (is_split)
+            smem.requests[is_few ? at & 0xFFFF : KBMLA_MAX_REQUESTS - 1 - (at >> 16)] = request;
+        __syncthreads();
+    }
+    return make_int2(listed & 0xFFFF, listed >> 16);
 }
 
 template <typename T> struct alignas(4 * sizeof(T)) quad {
@@ -130,157 +147,130 @@ static __device__ __forceinline__ void add_split(quad<float> (&sum)[VECTORS],
                 weight == 0.0f ? sum[v].x[c] : fmaf(weight, (float)x[v].x[c], sum[v].x[c]);
 }
 
-/* Where the partials of a row begin, and where it goes. */
-struct reduce_row {
-    int64_t first; /* row of the workspace; its splits are a q tile's rows apart */
-    int64_t out_at;
-    int64_t lse_at;
+/* Row of the workspace of a request's row in its first split; others are a q tile's rows apart. */
+static __device__ __forceinline__ int64_t first_partial(const reduce_params &params,
+                                                        const split_request &request, int32_t row) {
+    const int32_t tile_rows = params.sizes.q_tile_rows, q_tile = kbmla_div(row, tile_rows);
+    const int64_t slot = kbmla_partial_slot(request.base, q_tile, (int32_t)request.planned, 0);
+    return slot * tile_rows + row - q_tile * tile_rows;
+}
+
+/* Elements of out and lse that a request's row begins with. */
+struct result_place {
+    int64_t out, lse;
 };
 
-static __device__ __forceinline__ reduce_row find_row(const reduce_params &params,
-                                                      const split_request &request,
-                                                      const reduce_task &task) {
+static __device__ __forceinline__ result_place find_result(const reduce_params &params,
+                                                           const split_request &request,
+                                                           int32_t row) {
     const kbmla_decode_args &args = params.args;
-    const int32_t batch = (int32_t)request.batch;
-    const int64_t slot = kbmla_partial_slot(request.base, task.q_tile, (int32_t)request.planned, 0);
-    return {slot * params.sizes.q_tile_rows + task.tile_row,
-            batch * args.out_batch_stride + task.token * args.out_token_stride +
-                task.head * args.out_head_stride,
-            batch * args.lse_batch_stride + task.token * args.lse_token_stride +
-                task.head * args.lse_head_stride};
+    const int32_t batch = (int32_t)request.batch, token = kbmla_div(row, params.num_heads),
+                  head = row - token * params.num_heads;
+    return {batch * args.out_batch_stride + token * args.out_token_stride +
+                head * args.out_head_stride,
+            batch * args.lse_batch_stride + token * args.lse_token_stride +
+                head * args.lse_head_stride};
 }
 
 static __device__ __forceinline__ const float *partial_lses(const reduce_params &params,
-                                                            const reduce_row &row) {
+                                                            int64_t row) {
     return reinterpret_cast<const float *>(static_cast<const uint8_t *>(params.args.workspace) +
                                            params.sizes.partial_lse_offset) +
-           row.first;
+           row;
 }
 
-/* A row of `count` <= FEW splits, by lanes that have 4 columns from `column` on and every 128 after
- * them. A NaN lse makes the row NaN. */
-template <int VECTORS, typename T>
-static __device__ __forceinline__ void merge_few(const reduce_params &params, const reduce_row &row,
-                                                 int32_t count, int32_t column, bool writes_lse) {
+/* A row of a request of up to FEW splits, by a warp. A NaN lse makes the row NaN. */
+template <typename T>
+static __device__ __forceinline__ void
+merge_few(const reduce_params &params, const split_request &request, int32_t row, int32_t lane) {
+    constexpr int VECTORS = KBMLA_HEAD_DIM_V / 128, PAIR = 2; /* splits in flight */
     const kbmla_decode_args &args = params.args;
-    const int32_t tile_rows = params.sizes.q_tile_rows;
-    const float *lse = partial_lses(params, row);
-    const T *from = static_cast<const T *>(args.workspace) + row.first * KBMLA_HEAD_DIM_V + column;
+    const int32_t tile_rows = params.sizes.q_tile_rows, count = (int32_t)request.count;
+    const int64_t first_row = first_partial(params, request, row);
+    const float *lse = partial_lses(params, first_row);
+    const T *from =
+        static_cast<const T *>(args.workspace) + first_row * KBMLA_HEAD_DIM_V + 4 * lane;
     float weight[FEW], most = -INFINITY, total = 0.0f;
-    bool is_nan = false;
+    quad<T> x[PAIR][VECTORS];
+    quad<float> sum[VECTORS] = {};
 #pragma unroll
     for (int i = 0; i < FEW; i++)
         weight[i] = i < count ? lse[i * tile_rows] : -INFINITY;
 #pragma unroll
-    for (int i = 0; i < FEW; i++) {
-        most = fmaxf(most, weight[i]);
-        is_nan = is_nan || weight[i] != weight[i];
-    }
-#pragma unroll
-    for (int i = 0; i < FEW; i++)
-        weight[i] = is_nan ? NAN : weight_of(weight[i], most);
-    quad<float> sum[VECTORS] = {};
-#pragma unroll
-    for (int first = 0; first < FEW; first += 2) {
+    for (int first = 0; first < FEW; first += PAIR) {
         if (first >= count)
             break;
-        quad<T> x[2][VECTORS];
 #pragma unroll
-        for (int i = 0; i < 2; i++)
+        for (int i = 0; i < PAIR; i++)
 #pragma unroll
             for (int v = 0; v < VECTORS; v++)
                 x[i][v] = *reinterpret_cast<const quad<T> *>(
                     from + kbmla_min(first + i, count - 1) * tile_rows * KBMLA_HEAD_DIM_V +
                     128 * v);
+        if (first == 0) {
+            bool is_nan = false;
 #pragma unroll
-        for (int i = 0; i < 2; i++) {
+            for (int i = 0; i < FEW; i++) {
+                most = fmaxf(most, weight[i]);
+                is_nan = is_nan || weight[i] != weight[i];
+            }
+#pragma unroll
+            for (int i = 0; i < FEW; i++)
+                weight[i] = is_nan ? NAN : weight_of(weight[i], most);
+        }
+#pragma unroll
+        for (int i = 0; i < PAIR; i++) {
             total += weight[first + i];
             add_split(sum, x[i], weight[first + i]);
         }
     }
     const float scale = total == 0.0f ? 0.0f : __fdividef(params.output_scale, total);
+    const result_place place = find_result(params, request, row);
 #pragma unroll
     for (int v = 0; v < VECTORS; v++) {
         quad<__nv_bfloat16> merged;
 #pragma unroll
         for (int c = 0; c < 4; c++)
             merged.x[c] = __float2bfloat16_rn(sum[v].x[c] * scale);
-        *reinterpret_cast<quad<__nv_bfloat16> *>(args.out + row.out_at + column + 128 * v) = merged;
+        *reinterpret_cast<quad<__nv_bfloat16> *>(args.out + place.out + 4 * lane + 128 * v) =
+            merged;
     }
-    if (writes_lse)
-        args.lse[row.lse_at] = total == 0.0f ? -INFINITY : most + log2f(total);
+    if (args.lse != NULL && lane == 0)
+        args.lse[place.lse] = total == 0.0f ? -INFINITY : most + log2f(total);
 }
 
+/* The rows of `num_requests` requests of more than FEW splits, each by COLUMN_BLOCKS blocks, or by
+ * one in as many steps. */
 template <int COLUMN_BLOCKS, typename T>
-static __global__ void __launch_bounds__(THREADS, blocks_per_sm(COLUMN_BLOCKS))
-    cuda_reduce_kernel(const __grid_constant__ reduce_params params) {
+static __device__ __forceinline__ void merge_many(const reduce_params &params, reduce_smem &smem,
+                                                  int32_t num_requests) {
     constexpr int COLUMNS = KBMLA_HEAD_DIM_V / COLUMN_BLOCKS;
-    constexpr int VECTORS = COLUMNS / (4 * LANES);               /* of 4 columns, in each lane */
-    constexpr int BATCH = COLUMN_BLOCKS == 1 ? 1 : 16 / VECTORS; /* splits of a team in flight */
-    __shared__ split_request requests[KBMLA_MAX_REQUESTS];       /* ascending */
-    __shared__ int32_t warp_total[WARPS];
-    __shared__ float2 warp_stat[WARPS]; /* maximum, sum of weights */
-    __shared__ __align__(16) float team_sum[TEAMS][COLUMNS];
+    constexpr int VECTORS = COLUMNS / (4 * LANES); /* of 4 columns, in each lane */
+    constexpr int BATCH = 8 / VECTORS;             /* splits of a team in flight */
     const kbmla_decode_args &args = params.args;
     const int32_t thread = (int32_t)threadIdx.x, lane = thread & 31, warp = uniform(thread >> 5);
     const int32_t half = lane / LANES, team = warp + WARPS * half;
-    const int32_t rows_per_tile = params.sizes.q_tile_rows;
-    const int64_t max_tokens = args.max_pages * args.page_size;
-    reduce_task task = make_task(params, (int32_t)blockIdx.x, COLUMN_BLOCKS);
-
-    grid_dependency_launch();
-    grid_dependency_wait();
-
-    int32_t num_split = 0;
-    for (int32_t first = 0; first < args.num_requests; first += THREADS) {
-        const split_request request = find_request(params, first + thread, max_tokens);
-        const bool is_split = request.base >= 0;
-        const uint32_t ballot = __ballot_sync(FULL_WARP, is_split);
-        if (lane == 0)
-            warp_total[warp] = __popc(ballot);
-        __syncthreads();
-        int32_t at = num_split + __popc(ballot & ((1u << lane) - 1));
-        for (int w = 0; w < WARPS; w++) {
-            at += w < warp ? warp_total[w] : 0;
-            num_split += warp_total[w];
-        }
-        if (is_split)
-            requests[at] = request;
-        __syncthreads();
-    }
-
-    if (COLUMN_BLOCKS == 1) {
-        /* Rows of few splits, a warp each; the blocks below pass over them. */
-        for (int32_t at = (int32_t)blockIdx.x * WARPS + warp;; at += (int32_t)gridDim.x * WARPS) {
-            const reduce_task few = make_task(params, at, 1);
-            if (few.request >= num_split)
-                break;
-            const split_request request = requests[few.request];
-            if (request.count <= FEW)
-                merge_few<4, T>(params, find_row(params, request, few), (int32_t)request.count,
-                                4 * lane, args.lse != NULL && lane == 0);
-        }
-    }
-
-    for (int32_t next = (int32_t)(blockIdx.x + gridDim.x); task.request < num_split;
-         next += (int32_t)gridDim.x) {
-        const split_request request = requests[task.request];
-        const int32_t count = (int32_t)request.count, column = task.block * COLUMNS;
-        const reduce_row row = find_row(params, request, task);
-        const bool writes_lse = args.lse != NULL && task.block == 0 && thread == 0;
-        task = make_task(params, next, COLUMN_BLOCKS);
-        if (count <= FEW) {
-            if (COLUMN_BLOCKS > 1 && thread < COLUMNS / 4)
-                merge_few<1, T>(params, row, count, column + 4 * thread, writes_lse);
-            continue;
-        }
+    const int32_t rows = params.sizes.rows, rows_per_tile = params.sizes.q_tile_rows;
+    for (int32_t step = 0;; step++) {
+        const int32_t task =
+            COLUMN_BLOCKS > 2 || params.bands == 2
+                ? step * (int32_t)gridDim.x + (int32_t)blockIdx.x
+                : step / 2 * 2 * (int32_t)gridDim.x + 2 * (int32_t)blockIdx.x + step % 2;
+        if (task >= num_requests * rows * COLUMN_BLOCKS)
+            break;
+        const int32_t at = kbmla_div(task / COLUMN_BLOCKS, rows);
+        const split_request request = smem.requests[KBMLA_MAX_REQUESTS - 1 - at];
+        const int32_t count = (int32_t)request.count, column = task % COLUMN_BLOCKS * COLUMNS;
+        const int32_t row = task / COLUMN_BLOCKS - at * rows;
+        const int64_t first_row = first_partial(params, request, row);
 
         /* count <= 256: lane i of warp w has split w + 8 i. A NaN makes the row NaN. */
         const int32_t own = warp + lane * WARPS;
-        const float lse = own < count ? partial_lses(params, row)[own * rows_per_tile] : -INFINITY;
+        const float lse =
+            own < count ? partial_lses(params, first_row)[own * rows_per_tile] : -INFINITY;
         const int32_t stride = rows_per_tile * KBMLA_HEAD_DIM_V;
         const int32_t steps = (count - warp + TEAMS - 1) / TEAMS;
-        const T *partials = static_cast<const T *>(args.workspace) + row.first * KBMLA_HEAD_DIM_V +
+        const T *partials = static_cast<const T *>(args.workspace) + first_row * KBMLA_HEAD_DIM_V +
                             column + 4 * (lane % LANES);
         quad<T> x[BATCH][VECTORS];
         load_batch(partials, stride, team, 0, steps, count, x);
@@ -297,33 +287,34 @@ static __global__ void __launch_bounds__(THREADS, blocks_per_sm(COLUMN_BLOCKS))
                 sum_weight += w;
                 add_split(sum, x[i], w);
             }
-            if (BATCH * TEAMS < KBMLA_MAX_SPLITS)
-                load_batch(partials, stride, team, first + BATCH, steps, count, x);
+            load_batch(partials, stride, team, first + BATCH, steps, count, x);
         }
         sum_weight += __shfl_xor_sync(FULL_WARP, sum_weight, LANES);
         if (lane == 0)
-            warp_stat[warp] = make_float2(top, sum_weight);
+            smem.warp_stat[warp] = make_float2(top, sum_weight);
         if (team < count)
 #pragma unroll
             for (int v = 0; v < VECTORS; v++)
-                *reinterpret_cast<quad<float> *>(&team_sum[team][4 * (lane % LANES + LANES * v)]) =
-                    sum[v];
+                *reinterpret_cast<quad<float> *>(
+                    &smem.team_sum[team * COLUMNS + 4 * (lane % LANES + LANES * v)]) = sum[v];
         __syncthreads();
 
         if (thread < COLUMNS / 2) { /* two columns each */
             float2 part[TEAMS], merged = {};
 #pragma unroll
             for (int t = 0; t < TEAMS; t++)
-                part[t] = t < count ? *reinterpret_cast<float2 *>(&team_sum[t][2 * thread])
-                                    : make_float2(0.0f, 0.0f);
+                part[t] =
+                    t < count
+                        ? *reinterpret_cast<float2 *>(&smem.team_sum[t * COLUMNS + 2 * thread])
+                        : make_float2(0.0f, 0.0f);
             float factor[WARPS], most = -INFINITY, total = 0.0f;
 #pragma unroll
             for (int w = 0; w < WARPS; w++)
-                most = fmaxf(most, warp_stat[w].x);
+                most = fmaxf(most, smem.warp_stat[w].x);
 #pragma unroll
             for (int w = 0; w < WARPS; w++) {
-                factor[w] = weight_of(warp_stat[w].x, most);
-                total = fmaf(factor[w], warp_stat[w].y, total);
+                factor[w] = weight_of(smem.warp_stat[w].x, most);
+                total = fmaf(factor[w], smem.warp_stat[w].y, total);
             }
 #pragma unroll
             for (int t = 0; t < TEAMS; t++) {
@@ -332,18 +323,45 @@ static __global__ void __launch_bounds__(THREADS, blocks_per_sm(COLUMN_BLOCKS))
                 merged.y = w == 0.0f ? merged.y : fmaf(w, part[t].y, merged.y);
             }
             const float scale = total == 0.0f ? 0.0f : __fdividef(params.output_scale, total);
-            *reinterpret_cast<__nv_bfloat162 *>(args.out + row.out_at + column + 2 * thread) =
+            const result_place place = find_result(params, request, row);
+            *reinterpret_cast<__nv_bfloat162 *>(args.out + place.out + column + 2 * thread) =
                 __floats2bfloat162_rn(merged.x * scale, merged.y * scale);
-            if (writes_lse)
-                args.lse[row.lse_at] = total == 0.0f ? -INFINITY : most + log2f(total);
+            if (args.lse != NULL && column == 0 && thread == 0)
+                args.lse[place.lse] = total == 0.0f ? -INFINITY : most + log2f(total);
         }
         __syncthreads(); /* what the warps left for each other is the next task's */
     }
 }
 
-template <int COLUMN_BLOCKS> static const void *reduce_kernel(int32_t partial_fp16) {
-    return partial_fp16 ? reinterpret_cast<const void *>(cuda_reduce_kernel<COLUMN_BLOCKS, __half>)
-                        : reinterpret_cast<const void *>(cuda_reduce_kernel<COLUMN_BLOCKS, float>);
+template <typename T>
+static __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
+    cuda_reduce_kernel(const __grid_constant__ reduce_params params) {
+    __shared__ reduce_smem smem;
+    const int32_t rows = params.sizes.rows, lane = (int32_t)threadIdx.x & 31,
+                  warp = uniform((int32_t)threadIdx.x >> 5), blocks = (int32_t)gridDim.x;
+    grid_dependency_launch();
+    const int2 listed = list_requests(params, smem);
+    grid_dependency_wait();
+
+    /* From the last block on, as the first ones have the rows of more splits. */
+    for (int32_t at = (blocks - 1 - (int32_t)blockIdx.x) * WARPS + warp; at < listed.x * rows;
+         at += blocks * WARPS) {
+        const int32_t request_at = kbmla_div(at, rows);
+        const split_request request = smem.requests[request_at];
+        merge_few<T>(params, request, at - request_at * rows, lane);
+    }
+    const int32_t more_rows = listed.y * rows;
+    if (8 * more_rows <= blocks)
+        merge_many<8, T>(params, smem, listed.y);
+    else if (2 * more_rows <= blocks)
+        merge_many<4, T>(params, smem, listed.y);
+    else
+        merge_many<2, T>(params, smem, listed.y);
+}
+
+static const void *reduce_kernel(int32_t partial_fp16) {
+    return partial_fp16 ? reinterpret_cast<const void *>(cuda_reduce_kernel<__half>)
+                        : reinterpret_cast<const void *>(cuda_reduce_kernel<float>);
 }
 
 extern "C" kbmla_status kbmla_cuda_reduce(const kbmla_config *config, const kbmla_sizes *sizes,
@@ -351,21 +369,16 @@ extern "C" kbmla_status kbmla_cuda_reduce(const kbmla_config *config, const kbml
                                           kbmla_error *err) {
     kbmla_cuda_device device;
     FORWARD_IF_ERROR(kbmla_cuda_current_device(&device, err));
-    reduce_params params = {*args, *sizes, config->num_heads,
-                            sizes->list_len - config->max_requests, (float)args->output_scale};
-    /* Rows of what can be split, at most; their columns are shared where one wave takes all. */
+    reduce_params params = {*args,
+                            *sizes,
+                            config->num_heads,
+                            sizes->list_len - config->max_requests,
+                            config->reducer_d_tiles,
+                            (float)args->output_scale};
+    /* Column blocks of what can be split, at most. */
     const int32_t rows = kbmla_min(sizes->max_extra, args->num_requests) * sizes->rows;
-    const int32_t wave = device.num_sms * blocks_per_sm(1);
-    const void *kernel = reduce_kernel<1>(config->partial_fp16);
-    int32_t blocks = kbmla_max(1, kbmla_min(rows, wave));
-    if (8 * rows <= device.num_sms) {
-        kernel = reduce_kernel<8>(config->partial_fp16);
-        blocks *= 8;
-    } else if (2 * rows <= device.num_sms && config->reducer_d_tiles == 2) {
-        kernel = reduce_kernel<4>(config->partial_fp16);
-        blocks *= 4;
-    }
+    const int32_t blocks = kbmla_max(1, kbmla_min(8 * rows, device.num_sms * BLOCKS_PER_SM));
     void *arguments[] = {&params};
-    return kbmla_cuda_launch(kernel, blocks, THREADS, 0, args->pdl != 0 && device.has_pdl,
-                             arguments, stream, err);
+    return kbmla_cuda_launch(reduce_kernel(config->partial_fp16), blocks, THREADS, 0,
+                             args->pdl != 0 && device.has_pdl, arguments, stream, err);
 }
