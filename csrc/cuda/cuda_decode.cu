@@ -27,18 +27,19 @@
  * as NaN. */
 template <int ROWS>
 static __device__ __forceinline__ void copy_rows(uint64_t row, uint32_t first, uint32_t latent,
-                                                 uint32_t lane) {
+                                                 uint32_t lane, uint64_t policy) {
     const uint32_t rope = latent + LATENT_BYTES;
     if (__all_sync(FULL_WARP, row > MISSING_ROW)) {
 #pragma unroll
         for (uint32_t r = 0; r < ROWS; r++)
             cp_async_16(latent + latent_offset(first + r, lane),
-                        (const uint8_t *)__shfl_sync(FULL_WARP, row, r) + 16 * lane);
+                        (const uint8_t *)__shfl_sync(FULL_WARP, row, r) + 16 * lane, policy);
 #pragma unroll
         for (uint32_t r = 0; r < ROWS; r += 8)
             cp_async_16(rope + (first + r) * 64 + 16 * lane,
                         (const uint8_t *)__shfl_sync(FULL_WARP, row, r + (lane >> 2)) +
-                            KBMLA_HEAD_DIM_V + 16 * (lane & 3));
+                            KBMLA_HEAD_DIM_V + 16 * (lane & 3),
+                        policy);
         return;
     }
 #pragma unroll 1
@@ -47,9 +48,9 @@ static __device__ __forceinline__ void copy_rows(uint64_t row, uint32_t first, u
         uint32_t to = latent + latent_offset(first + r, lane);
         uint32_t rope_to = rope + (first + r) * 64 + 16 * lane;
         if (from > MISSING_ROW) {
-            cp_async_16(to, (const uint8_t *)from + 16 * lane);
+            cp_async_16(to, (const uint8_t *)from + 16 * lane, policy);
             if (lane < 4)
-                cp_async_16(rope_to, (const uint8_t *)from + KBMLA_HEAD_DIM_V + 16 * lane);
+                cp_async_16(rope_to, (const uint8_t *)from + KBMLA_HEAD_DIM_V + 16 * lane, policy);
         } else {
             store_shared_16(to, from == 0 ? 0 : NAN_BYTES);
             if (lane < 4)
@@ -64,18 +65,20 @@ static __device__ void produce(const decode_params &params, uint32_t ring, uint3
     constexpr uint32_t ROWS = STAGE_TOKENS / decode_smem<M_TILES>::PRODUCER_WARPS;
     const kbmla_decode_args &args = params.args;
     const uint32_t lane = threadIdx.x & 31, first = (threadIdx.x - CONSUMERS) / 32 * ROWS;
+    const uint64_t policy = l2_evict_first();
     uint32_t stage = 0, phase = 0;
+    const request_facts facts = load_lane_facts(params);
     for (kbmla_tile tile = kbmla_work_walk_current(&walk); tile.is_valid;
          kbmla_work_walk_advance(&walk, 1), tile = kbmla_work_walk_current(&walk)) {
         work_item item;
-        if (!load_item(params, tile, item))
+        if (!load_item(params, facts, tile, item))
             continue;
         const int32_t *table = args.block_table + item.batch * args.block_table_stride;
         for (uint32_t token = item.begin; token < item.end; token += STAGE_TOKENS) {
             uint32_t at = token + first + lane % ROWS;
             uint64_t row = at < item.end ? cache_row(params, table, at) : 0;
             mbarrier_wait(empty_bar + 8 * stage, phase ^ 1);
-            copy_rows<ROWS>(row, first, ring + stage * STAGE_BYTES, lane);
+            copy_rows<ROWS>(row, first, ring + stage * STAGE_BYTES, lane, policy);
             /* Two arrivals of every lane: one when its copies have landed, one for plain stores. */
             cp_async_mbarrier_arrive(full_bar + 8 * stage);
             mbarrier_arrive(full_bar + 8 * stage);
@@ -190,10 +193,11 @@ static __device__ void consume(const decode_params &params, uint8_t *smem, uint3
     const float scale = params.softmax_scale_log2;
     uint32_t stage = 0, phase = 0;
 
+    const request_facts facts = load_lane_facts(params);
     for (kbmla_tile tile = kbmla_work_walk_current(&walk); tile.is_valid;
          kbmla_work_walk_advance(&walk, 1), tile = kbmla_work_walk_current(&walk)) {
         work_item item;
-        if (!load_item(params, tile, item))
+        if (!load_item(params, facts, tile, item))
             continue;
         /* Every warp has left the previous item's last PV, but may still read Q and row_stat. */
         named_barrier_sync(CONSUMER_BARRIER, CONSUMERS);
@@ -305,8 +309,9 @@ static __global__ void __launch_bounds__(decode_smem<M_TILES>::THREADS,
         }
     }
     __syncthreads();
-    grid_dependency_launch();
+    prefetch_plan(params);
     grid_dependency_wait();
+    grid_dependency_launch(); /* from here on the reduce may read lengths and plan */
 
     const kbmla_work_walk walk = start_walk(params);
     if (threadIdx.x >= CONSUMERS)

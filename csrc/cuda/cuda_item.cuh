@@ -82,6 +82,36 @@ static __device__ __forceinline__ kbmla_work_walk start_walk(const decode_params
     return walk;
 }
 
+/* What lengths and plan say of a request. */
+struct request_facts {
+    int32_t length, planned, element;
+};
+
+static __device__ __forceinline__ request_facts load_facts(const decode_params &params,
+                                                           int32_t batch) {
+    return {params.args.lengths[batch], params.args.counts[batch],
+            params.args.work[params.tail + batch]};
+}
+
+/* Of the request of a lane's number, for load_item: read at once, not behind the first entry. */
+static __device__ __forceinline__ request_facts load_lane_facts(const decode_params &params) {
+    const int32_t lane = (int32_t)threadIdx.x & 31;
+    request_facts none = {0, 0, 0};
+    return lane < params.args.num_requests ? load_facts(params, lane) : none;
+}
+
+/* Brings what a block reads first into L2, before its wait: nothing is read yet. */
+static __device__ __forceinline__ void prefetch_plan(const decode_params &params) {
+    const int32_t first = 32 * (int32_t)threadIdx.x; /* a line of 128 bytes */
+    if (first < params.args.num_requests) {
+        prefetch_l2(params.args.lengths + first);
+        prefetch_l2(params.args.counts + first);
+        prefetch_l2(params.args.work + params.tail + first);
+    }
+    if (threadIdx.x == 0)
+        prefetch_l2(params.args.work + (int32_t)blockIdx.x / params.blocks_per_cluster);
+}
+
 /* What an entry of the list comes to for one block. */
 struct work_item {
     int32_t batch;
@@ -97,14 +127,18 @@ struct work_item {
 /* False for an entry that a stale or foreign plan made and that has nothing to do here. All lanes
  * of a warp call it alike. */
 static __device__ __forceinline__ bool load_item(const decode_params &params,
+                                                 const request_facts &lane_facts,
                                                  const kbmla_tile &tile, work_item &item) {
     if (tile.q_tile >= params.sizes.num_q_tiles)
         return false;
-    int32_t length = kbmla_clamp_length(params.args.lengths[tile.batch], params.max_tokens);
-    int32_t planned = params.args.counts[tile.batch];
-    int32_t element = params.args.work[params.tail + tile.batch];
-    length = uniform(length);
-    planned = uniform(planned);
+    request_facts facts = lane_facts;
+    if (tile.batch >= 32)
+        facts = load_facts(params, tile.batch);
+    /* Where the request has no lane, all lanes hold the same. */
+    const int32_t length = kbmla_clamp_length(__shfl_sync(FULL_WARP, facts.length, tile.batch),
+                                              params.max_tokens),
+                  planned = __shfl_sync(FULL_WARP, facts.planned, tile.batch),
+                  element = __shfl_sync(FULL_WARP, facts.element, tile.batch);
     kbmla_split_range range = kbmla_split_bounds(kbmla_num_tiles(length), planned, tile.split);
     if (tile.split >= range.count)
         return false;

@@ -23,9 +23,24 @@ static __device__ __forceinline__ int32_t uniform(int32_t value) {
 
 /* ---- asynchronous copies and their barriers */
 
+/* What L2 is to make of the lines that a copy reads. */
+static __device__ __forceinline__ uint64_t l2_evict_first() {
+    uint64_t policy;
+    asm("createpolicy.fractional.L2::evict_first.b64 %0;" : "=l"(policy));
+    return policy;
+}
+static __device__ __forceinline__ uint64_t l2_evict_normal() {
+    uint64_t policy;
+    asm("createpolicy.fractional.L2::evict_normal.b64 %0;" : "=l"(policy));
+    return policy;
+}
+
 /* 16 bytes global to shared, past L1. */
-static __device__ __forceinline__ void cp_async_16(uint32_t smem, const void *gmem) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(smem), "l"(gmem) : "memory");
+static __device__ __forceinline__ void cp_async_16(uint32_t smem, const void *gmem,
+                                                   uint64_t policy) {
+    asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(smem),
+                 "l"(gmem), "l"(policy)
+                 : "memory");
 }
 
 /* Arrives on the barrier once all cp.async of this thread so far have landed. */
@@ -66,6 +81,11 @@ static __device__ __forceinline__ void mbarrier_wait(uint32_t barrier, uint32_t 
 /* bar.sync among `threads` threads of the block. */
 static __device__ __forceinline__ void named_barrier_sync(uint32_t id, uint32_t threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+/* The line of global memory around an address, into L2. */
+static __device__ __forceinline__ void prefetch_l2(const void *gmem) {
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(gmem));
 }
 
 /* 16 bytes of the same word. */

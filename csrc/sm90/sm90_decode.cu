@@ -335,8 +335,9 @@ static __global__ void __launch_bounds__(THREADS, 1)
         }
     }
     __syncthreads();
-    grid_dependency_launch();
+    prefetch_plan(params);
     grid_dependency_wait();
+    grid_dependency_launch(); /* from here on the reduce may read lengths and plan */
 
     if (threadIdx.x < CONSUMERS) {
         warpgroup_take_registers<CONSUMER_REGISTERS>();

@@ -40,12 +40,16 @@ static __device__ __forceinline__ void produce_pages(const decode_params &params
     const uint32_t page_mask = (uint32_t)params.args.page_size - 1;
     const uint32_t ring = smem_address(smem.ring), full = smem_address(smem.full_bar),
                    empty = smem_address(smem.empty_bar);
+    /* No line of the cache is read again before much else is, but the plan, tables and partial
+     * results are. */
+    const uint64_t policy = l2_evict_first();
     ring_place<N> place = {0};
+    const request_facts facts = load_lane_facts(params);
     kbmla_work_walk walk = start_walk(params);
     for (kbmla_tile tile = kbmla_work_walk_current(&walk); tile.is_valid;
          kbmla_work_walk_advance(&walk, 1), tile = kbmla_work_walk_current(&walk)) {
         work_item item;
-        if (!load_item(params, tile, item))
+        if (!load_item(params, facts, tile, item))
             continue;
         const int32_t *table =
             params.args.block_table + item.batch * params.args.block_table_stride;
@@ -84,13 +88,14 @@ static __device__ __forceinline__ void produce_pages(const decode_params &params
                 const uint32_t row = (lane - first) * box_tokens;
                 const int32_t page_row = (int32_t)(token & page_mask);
                 if (boxes == 1)
-                    tma_load_4d(to, &pages.latent, 0, page_row, 0, page, barrier);
+                    tma_load_4d(to, &pages.latent, 0, page_row, 0, page, barrier, policy);
                 else
 #pragma unroll 1
                     for (int panel = 0; panel < 4; panel++)
                         tma_load_4d(to + panel * PANEL_BYTES + row * 128, &pages.latent, 0,
-                                    page_row, panel, page, barrier);
-                tma_load_3d(to + LATENT_BYTES + row * 64, &pages.rope, 0, page_row, page, barrier);
+                                    page_row, panel, page, barrier, policy);
+                tma_load_3d(to + LATENT_BYTES + row * 64, &pages.rope, 0, page_row, page, barrier,
+                            policy);
             }
             place = place.next();
         }
@@ -121,13 +126,15 @@ static __device__ __forceinline__ void produce_rows(const decode_params &params,
     const uint32_t lane = threadIdx.x & 31, first_row = 32 * producer_warp;
     const uint32_t ring = smem_address(smem.ring), full = smem_address(smem.full_bar),
                    empty = smem_address(smem.empty_bar);
+    const uint64_t policy = l2_evict_first();
     ring_place<N> place = {0};
     uint32_t on_their_way = 0;
+    const request_facts facts = load_lane_facts(params);
     kbmla_work_walk walk = start_walk(params);
     for (kbmla_tile tile = kbmla_work_walk_current(&walk); tile.is_valid;
          kbmla_work_walk_advance(&walk, 1), tile = kbmla_work_walk_current(&walk)) {
         work_item item;
-        if (!load_item(params, tile, item))
+        if (!load_item(params, facts, tile, item))
             continue;
         const int32_t *table = args.block_table + item.batch * args.block_table_stride;
         /* To the end of a whole tile. */
@@ -149,7 +156,7 @@ static __device__ __forceinline__ void produce_rows(const decode_params &params,
                 const uint64_t from = __shfl_sync(FULL_WARP, row, (int)r);
                 if (from > MISSING_ROW)
                     cp_async_16(to + row_chunk_offset(first_row + r, lane, PANEL_BYTES),
-                                (const uint8_t *)from + 16 * lane);
+                                (const uint8_t *)from + 16 * lane, policy);
                 else if (from == MISSING_ROW)
                     fill_rows(to, first_row + r, 1, lane);
             }
@@ -159,7 +166,7 @@ static __device__ __forceinline__ void produce_rows(const decode_params &params,
                 const uint64_t from = __shfl_sync(FULL_WARP, row, (int)at);
                 if (from > MISSING_ROW)
                     cp_async_16(to + row_chunk_offset(first_row + at, chunk, PANEL_BYTES),
-                                (const uint8_t *)from + 16 * chunk);
+                                (const uint8_t *)from + 16 * chunk, policy);
             }
             cp_async_commit();
             place = place.next();
@@ -213,12 +220,14 @@ static __device__ __forceinline__ void produce_query(const decode_params &params
                    empty = smem_address(&smem.query_empty_bar);
     /* Then rows need no divisions. */
     const bool sees_all = params.q_len == 1 && params.args.causal_lens == NULL;
+    const uint64_t policy = l2_evict_normal();
     uint32_t parity = 0;
+    const request_facts facts = load_lane_facts(params);
     kbmla_work_walk walk = start_walk(params);
     for (kbmla_tile tile = kbmla_work_walk_current(&walk);;
          kbmla_work_walk_advance(&walk, 1), tile = kbmla_work_walk_current(&walk)) {
         work_item item;
-        if (tile.is_valid && !load_item(params, tile, item))
+        if (tile.is_valid && !load_item(params, facts, tile, item))
             continue;
         mbarrier_wait(empty, parity ^ 1);
         item_info &info = smem.item[parity];
@@ -226,9 +235,9 @@ static __device__ __forceinline__ void produce_query(const decode_params &params
             info.is_valid = tile.is_valid;
             if (tile.is_valid) {
                 if (query.is_tma) {
-                    tma_load_4d(q, &query.latent, 0, item.first_row, 0, item.batch, full);
+                    tma_load_4d(q, &query.latent, 0, item.first_row, 0, item.batch, full, policy);
                     tma_load_3d(q + 4 * sm90_smem<N>::Q_PANEL_BYTES, &query.rope, 0, item.first_row,
-                                item.batch, full);
+                                item.batch, full, policy);
                 }
                 info.slot = item.slot;
                 info.tile_row = item.tile_row;

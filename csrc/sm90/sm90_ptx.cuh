@@ -58,19 +58,20 @@ static __device__ __forceinline__ void prefetch_tensor_map(const CUtensorMap *ma
 }
 
 static __device__ __forceinline__ void tma_load_3d(uint32_t smem, const CUtensorMap *map, int32_t x,
-                                                   int32_t y, int32_t z, uint32_t barrier) {
-    asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes "
-                 "[%0], [%1, {%2, %3, %4}], [%5];" ::"r"(smem),
-                 "l"(map), "r"(x), "r"(y), "r"(z), "r"(barrier)
+                                                   int32_t y, int32_t z, uint32_t barrier,
+                                                   uint64_t policy) {
+    asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes"
+                 ".L2::cache_hint [%0], [%1, {%2, %3, %4}], [%5], %6;" ::"r"(smem),
+                 "l"(map), "r"(x), "r"(y), "r"(z), "r"(barrier), "l"(policy)
                  : "memory");
 }
 
 static __device__ __forceinline__ void tma_load_4d(uint32_t smem, const CUtensorMap *map, int32_t x,
                                                    int32_t y, int32_t z, int32_t w,
-                                                   uint32_t barrier) {
-    asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes "
-                 "[%0], [%1, {%2, %3, %4, %5}], [%6];" ::"r"(smem),
-                 "l"(map), "r"(x), "r"(y), "r"(z), "r"(w), "r"(barrier)
+                                                   uint32_t barrier, uint64_t policy) {
+    asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes"
+                 ".L2::cache_hint [%0], [%1, {%2, %3, %4, %5}], [%6], %7;" ::"r"(smem),
+                 "l"(map), "r"(x), "r"(y), "r"(z), "r"(w), "r"(barrier), "l"(policy)
                  : "memory");
 }
 
