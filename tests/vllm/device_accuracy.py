@@ -32,12 +32,15 @@ from device_jobs import preload, run_jobs
 from tiny_model import FIRST_TOKEN, VOCABULARY
 
 
-def generate(llm: Any, loop: bool, longest: int | None = None) -> list[dict[str, Any]]:
-    """Tokens and their log-probabilities per prompt: forced random tokens, or greedy ones. Prompts
-    of more than `longest` tokens are left out: they have no tokens."""
+def generate(llm: Any, kind: str, longest: int | None = None) -> list[dict[str, Any]]:
+    """Tokens and their log-probabilities per prompt: greedy ones of kind "loop", forced random ones
+    of kind "forced" and, other prompts and tokens, of "draw 1", "draw 2", ... Prompts of more than
+    `longest` tokens are left out: they have no tokens."""
     from vllm import SamplingParams
 
-    generator = torch.Generator().manual_seed(6)
+    loop = kind == "loop"
+    draw = int(kind.removeprefix("draw ")) if kind.startswith("draw ") else 0
+    generator = torch.Generator().manual_seed(6 + 1000 * draw)
     wanted, parameters = [], []
     for _ in LENGTHS:
         forced = torch.randint(FIRST_TOKEN, VOCABULARY, (TOKENS,), generator=generator).tolist()
@@ -54,7 +57,7 @@ def generate(llm: Any, loop: bool, longest: int | None = None) -> list[dict[str,
             )
         )
     chosen = [longest is None or length <= longest for length in LENGTHS]
-    given = [{"prompt_token_ids": tokens} for tokens in compress(prompts(loop), chosen)]
+    given = [{"prompt_token_ids": tokens} for tokens in compress(prompts(loop, draw), chosen)]
     outputs = iter(llm.generate(given, list(compress(parameters, chosen)), use_tqdm=False))
     results: list[dict[str, Any]] = []
     for forced, is_chosen in zip(wanted, chosen, strict=True):
@@ -78,7 +81,7 @@ def generate(llm: Any, loop: bool, longest: int | None = None) -> list[dict[str,
 
 
 def one_run(heads: int, spec: dict[str, Any]) -> dict[str, Any]:
-    """Loads one engine and lets it generate what `spec` names, "forced" and "loop" in its order."""
+    """Loads one engine and lets it generate the kinds that `spec` names, in its order."""
     options = SIDE_BY_SIDE | spec["options"]
     if "speculative_config" not in options:  # which takes no logits processors
         options["logits_processors"] = ["forced_tokens:ForcedTokens"]
@@ -87,7 +90,7 @@ def one_run(heads: int, spec: dict[str, Any]) -> dict[str, Any]:
     with engine(model(heads), spec["backend"], spec["cache"], **options) as llm:
         for number, kind in enumerate(spec["kinds"]):
             run[kind if kind not in run else f"{kind}{number}"] = generate(
-                llm, kind == "loop", spec.get("longest")
+                llm, kind, spec.get("longest")
             )
         if "speculative_config" in options:
             run["drafts"] = metric(llm, "vllm:spec_decode_num_draft_tokens")
@@ -104,6 +107,12 @@ def excess(run: list[dict], peer: list[dict], reference: list[dict]) -> tuple[fl
         values = zip(mine["lp"], theirs["lp"], truth["lp"], strict=True)
         prompts.append(statistics.mean(abs(a - t) - abs(b - t) for a, b, t in values))
     return statistics.mean(prompts), statistics.stdev(prompts) / len(prompts) ** 0.5
+
+
+def forced_prompts(run: dict[str, Any]) -> list[dict[str, Any]]:
+    """The forced prompts of a run, those of all draws."""
+    kinds = ["forced", *(kind for kind in run if kind.startswith("draw "))]
+    return [prompt for kind in kinds for prompt in run[kind]]
 
 
 def difference(run: list[dict], other: list[dict]) -> tuple[float, float, int, bool]:
@@ -168,9 +177,12 @@ def compare(heads: int, runs: dict[str, dict[str, Any]]) -> tuple[list[list[Any]
                     # "At most FLASHMLA's" as a test of it: the rounding of cache and query, which
                     # both share, makes most of the distance, and that of P differs from token to
                     # token, so equal backends exceed each other in half of all draws.
-                    more, error = excess(run[kind], runs[PEER["name"]][base], reference[base])
+                    more, error = excess(
+                        *(forced_prompts(one) for one in (run, runs[PEER["name"]], reference))
+                    )
                     fine &= more <= 2 * error
-                    peer_note = f"{more:+.5f} +- {error:.5f} of FLASHMLA; "
+                    count_of = len(forced_prompts(run))
+                    peer_note = f"{more:+.5f} +- {error:.5f} of FLASHMLA, {count_of} prompts; "
                 if eager is not None and base in eager and name != EAGER_RUN["name"]:
                     apart, _, count, _ = difference(run[kind], eager[base])
                     from_eager = f"{apart:.5f}"
@@ -204,6 +216,11 @@ def compared(arguments: argparse.Namespace, specs: list[dict[str, Any]], title: 
     saves its runs."""
     heads, at_once = arguments.heads, arguments.jobs
     base = [one["name"] for one in (REFERENCE, PEER, EAGER_RUN, MIXED_PEER)]
+    draws = [f"draw {number}" for number in range(1, arguments.draws)]
+    drawn = [one["name"] for one in (REFERENCE, PEER, EAGER_RUN)]
+    specs = [
+        one | {"kinds": one["kinds"] + draws} if one["name"] in drawn else one for one in specs
+    ]
     specs = [one for one in specs if one["name"] in base or arguments.only in one["name"]]
     jobs = {f"{count} heads, {one['name']}": (count, one) for one in specs for count in heads}
     runs: dict[int, dict[str, dict[str, Any]]] = {count: {} for count in heads}

@@ -165,10 +165,10 @@ def cycle(token: int, count: int) -> list[int]:
     return tokens
 
 
-def prompts(loop: bool) -> list[list[int]]:
-    """Random prompts of LENGTHS tokens; with `loop`, each ends on a few rounds of its cycle, as the
-    model goes on and n-gram speculation expects."""
-    generator = torch.Generator().manual_seed(5)
+def prompts(loop: bool, draw: int = 0) -> list[list[int]]:
+    """Random prompts of LENGTHS tokens, others with every `draw`; with `loop`, each ends on a few
+    rounds of its cycle, as the model goes on and n-gram speculation expects."""
+    generator = torch.Generator().manual_seed(5 + 1000 * draw)
     made = []
     for length in LENGTHS:
         tokens = torch.randint(FIRST_TOKEN, VOCABULARY, (length,), generator=generator).tolist()

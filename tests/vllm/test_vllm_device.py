@@ -86,3 +86,8 @@ def test_excess_takes_a_prompt_as_one_observation():
     more, error = device_accuracy.excess(mine, peer, reference)
     assert more == pytest.approx(0.1)
     assert error == pytest.approx(0.0, abs=1e-12)
+
+
+def test_forced_prompts_are_those_of_all_draws():
+    drawn = {"forced": run([0.0]), "loop": run([1.0]), "draw 1": run([2.0], [3.0])}
+    assert [one["lp"] for one in device_accuracy.forced_prompts(drawn)] == [[0.0], [2.0], [3.0]]
