@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 import torch
+from cases import Batch, has_fp22_scores
 
 from kbmla import reference
-
-if TYPE_CHECKING:
-    from cases import Batch
 
 # Norm of the error over norm of the reference on Gaussian data. Rounding P to E4M3 errs by 2^-3 /
 # sqrt(12) of its binade, which over mantissas that are uniform in the logarithm is
@@ -217,6 +214,20 @@ def fp22_lse_bound(batch: Batch) -> torch.Tensor:
     bound = torch.full(keys.shape, LSE_BOUND, dtype=torch.float64)
     bound[keys < FP22_MANY_KEYS] = max(few, LSE_BOUND)
     return bound.unsqueeze(-1).expand(-1, -1, heads)
+
+
+def gaussian_bounds(batch: Batch) -> dict[str, float | torch.Tensor]:
+    """`norm` and `lse_bound` of assert_result for Gaussian data of any shape on its device.
+
+    NORM_BOUND is of a mean over rows. A row's squared error scatters by about its mean, 0.0215^2
+    where that is largest, so the mean over 16 rows stays below NORM_BOUND^2 by 3.5 standard errors;
+    for fewer rows no more is known than for one.
+    """
+    b, q, heads = batch.shape
+    return {
+        "norm": NORM_BOUND if b * q * heads >= 16 else ROW_BOUND,
+        "lse_bound": fp22_lse_bound(batch) if has_fp22_scores(batch.query.device) else LSE_BOUND,
+    }
 
 
 def merge(parts: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -42,6 +42,7 @@ from compare import (
     assert_same,
     fp22_lse_bound,
     fp22_score_error,
+    gaussian_bounds,
     norm_error,
     truth,
 )
@@ -289,20 +290,12 @@ def test_against_the_portable_backend(sm90, pool, block):
             lse=new_out(batch, 7.0)[1],
         )
         assert_same(again, (out, lse), what)
-        bound = fp22_lse_bound(batch)
-        rows = batch.shape[0] * batch.shape[1] * batch.shape[2]
-        norm = NORM_BOUND if rows >= 16 else ROW_BOUND
+        bounds = gaussian_bounds(batch)
         portable = decode(core_for(batch, backend="cuda", **options), batch)
         try:
-            assert_result(out, lse, *truth(batch, on=sm90), norm=norm, lse_bound=bound)
-            assert_result(
-                out,
-                lse,
-                *portable,
-                norm=2**0.5 * norm,
-                row=2 * ROW_BOUND,
-                lse_bound=bound,
-            )
+            assert_result(out, lse, *truth(batch, on=sm90), **bounds)
+            bounds["norm"] *= 2**0.5
+            assert_result(out, lse, *portable, row=2 * ROW_BOUND, **bounds)
         except AssertionError as error:
             raise AssertionError(f"{what}: {error}") from error
 

@@ -33,7 +33,7 @@ def main() -> int:
             part.add_argument("--jobs", type=int, default=12, help="engines at once")
             part.add_argument("--only", default="", help="kbmla's runs with this in their name")
             part.add_argument(
-                "--draws", type=int, default=1, help="of forced tokens, to compare with FLASHMLA"
+                "--draws", type=int, default=12, help="of forced tokens, to compare with FLASHMLA"
             )
         part.set_defaults(run=function)
     part.add_argument("--layers", type=int, default=61)
