@@ -61,7 +61,7 @@ def main(path: str, mode: str, answer: str) -> None:
         else:
             result = {
                 "prompts": device_engine.prompts(mode == "ngram"),
-                "runs": device_accuracy.generate(llm, mode == "ngram"),
+                "runs": device_accuracy.generate(llm, "loop" if mode == "ngram" else "forced"),
                 "planned": device_engine.planned,
             }
     Path(answer).write_text(json.dumps(result))
