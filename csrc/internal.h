@@ -33,6 +33,8 @@ kbmla_status kbmla_fail(kbmla_error *err, kbmla_status status, const char *forma
             return forwarded_status;                                                               \
     } while (0)
 
+/* `decode` computes the splits; `reduce`, right behind it with the same arguments, merges them.
+ * With args->pdl it may read lengths and plan before its wait for decode. */
 struct kbmla_backend_table {
     kbmla_status (*plan)(const kbmla_config *, const kbmla_sizes *, const kbmla_plan_args *,
                          struct CUstream_st *, kbmla_error *);

@@ -181,7 +181,7 @@ typedef struct kbmla_decode_args {
     int64_t lse_batch_stride;
     int64_t lse_token_stride;
     int64_t lse_head_stride;
-    int32_t pdl; /* CUDA: 1 chains the kernels by programmatic dependent launch */
+    int32_t pdl; /* CUDA, decode only: 1 chains its kernels by programmatic dependent launch */
     kbmla_parallel_for parallel_for; /* CPU: NULL is serial */
     void *parallel_pool;
 } kbmla_decode_args;

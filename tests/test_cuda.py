@@ -87,9 +87,11 @@ def test_a_hundred_repeats(cuda, heads, q):
         assert_same(decode(core, batch), first)
 
 
-def test_bands_do_not_change_bits(cuda):
-    batch = make_batch([20000, 300], 16, 1, device=cuda, seed=10)
-    one, two = (decode(core_for(batch, reducer_d_tiles=n), batch) for n in (1, 2))
+@pytest.mark.parametrize(("heads", "q"), [(16, 1), (128, 2)])
+def test_bands_do_not_change_bits(cuda, heads, q):
+    """With few rows, and with so many that a block has one in one band or two."""
+    batch = make_batch([20000, 300, 5000], heads, q, device=cuda, seed=10)
+    one, two = (decode(core_for(batch, reducer_d_tiles=n), batch, [40, 1, 20]) for n in (1, 2))
     assert_same(one, two)
 
 

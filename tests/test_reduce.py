@@ -90,6 +90,54 @@ def test_bands_do_not_change_a_result(device):
     assert_same(one, two)
 
 
+@pytest.mark.parametrize("d_tiles", [1, 2])
+@pytest.mark.parametrize(
+    ("heads", "q", "counts"),
+    [
+        (12, 1, [13, 2, 20, 8]),
+        (64, 1, [9, 1, 30, 5]),
+        (128, 2, [13, 8, 9, 1]),
+        (2, 1, [[1, 1, 1, 9, 1, 2, 1, 1, 20, 1, 8][b % 11] for b in range(700)]),
+    ],
+)
+def test_a_merge_ignores_its_neighbours(device, heads, q, counts, d_tiles):
+    """Requests of up to 8 splits and of more, few rows and many, more requests than threads of a
+    block: each as in float64, and alone the same bits."""
+    g = torch.Generator().manual_seed(heads)
+    options = {"reducer_d_tiles": d_tiles, "capacity": sum(counts) * -(-heads * q // 64)}
+    core = make_core(heads, q, len(counts), device, **options)
+    lengths = ints([count * 128 for count in counts], device)
+    plan = manual_plan(core, lengths, counts)
+    memory = partials(core, device)
+    memory.o.copy_(torch.randn(memory.o.shape, generator=g))
+    memory.lse.copy_(torch.randn(memory.lse.shape, generator=g) * 3)
+    out, lse = reduce(core, lengths, plan, memory.workspace)
+    split = [b for b, count in enumerate(counts) if count > 1]
+    for b in split[:12] + split[12::29]:
+        solo = make_core(heads, q, 1, device, **options)
+        solo_plan = manual_plan(solo, lengths[b : b + 1], counts[b : b + 1])
+        own = partials(solo, device)
+        rows = core.sizes.q_tile_rows
+        parts = []
+        for i in range(counts[b]):
+            o, sums = [], []
+            for tile in range(core.sizes.num_q_tiles):
+                slot = slot_of(core, plan, b, tile, i)
+                to = slot_of(solo, solo_plan, 0, tile, i)
+                own.o[to], own.lse[to] = memory.o[slot], memory.lse[slot]
+                valid = min(rows, heads * q - tile * rows)
+                o.append(memory.o[slot, :valid])
+                sums.append(memory.lse[slot, :valid])
+            parts.append((torch.cat(o), torch.cat(sums)))
+        want, want_lse = merge(parts)
+        got = reduce(solo, lengths[b : b + 1], solo_plan, own.workspace)
+        assert_same(got, (out[b : b + 1], lse[b : b + 1]), f"request {b}")
+        # BF16 of sums of up to 30 terms of size 1: half a unit, and FP32 rounding beside it.
+        error = (out[b].view(heads * q, 512).cpu().double() - want).abs()
+        assert (error <= want.abs() * 2.0**-8 + 1e-5).all()
+        assert (lse[b].view(-1).cpu().double() - want_lse).abs().max() < 1e-4
+
+
 @pytest.mark.parametrize("partial_fp16", [False, True])
 def test_written_partials(device, partial_fp16):
     """Known outputs and log2 sums, one -inf split with NaN beside it, one far below the others."""

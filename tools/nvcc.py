@@ -17,6 +17,7 @@ import sys
 MIN_NVCC = (12, 4)
 DEFAULT_ARCHS = "8.0;9.0+PTX"
 LEAST_ARCH = 80
+PDL_ARCH = 90
 
 
 def nvcc_version(nvcc: str) -> tuple[int, int]:
@@ -43,6 +44,11 @@ def portable_flags(archs: str) -> list[str]:
         if number < LEAST_ARCH:
             raise ValueError(f"TORCH_CUDA_ARCH_LIST: the kernels need 8.0 or later, got {arch}")
         flags.append(f"-gencode=arch=compute_{number},code=sm_{number}")
+        if found[3] and number < PDL_ARCH:
+            # Later cards would compile it, and launch kernels early that do not wait.
+            raise ValueError(
+                f"TORCH_CUDA_ARCH_LIST: PTX needs 9.0 or later (programmatic launch), got {arch}"
+            )
         if found[3]:
             flags.append(f"-gencode=arch=compute_{number},code=compute_{number}")
     return list(dict.fromkeys(flags))

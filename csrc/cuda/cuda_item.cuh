@@ -93,7 +93,8 @@ static __device__ __forceinline__ request_facts load_facts(const decode_params &
             params.args.work[params.tail + batch]};
 }
 
-/* Of the request of a lane's number, for load_item: read at once, not behind the first entry. */
+/* Lane i: those of request i, for load_item, so that no load waits for an entry to name a request.
+ */
 static __device__ __forceinline__ request_facts load_lane_facts(const decode_params &params) {
     const int32_t lane = (int32_t)threadIdx.x & 31;
     request_facts none = {0, 0, 0};
@@ -134,7 +135,7 @@ static __device__ __forceinline__ bool load_item(const decode_params &params,
     request_facts facts = lane_facts;
     if (tile.batch >= 32)
         facts = load_facts(params, tile.batch);
-    /* Where the request has no lane, all lanes hold the same. */
+    /* From request 32 on all lanes hold the same. */
     const int32_t length = kbmla_clamp_length(__shfl_sync(FULL_WARP, facts.length, tile.batch),
                                               params.max_tokens),
                   planned = __shfl_sync(FULL_WARP, facts.planned, tile.batch),

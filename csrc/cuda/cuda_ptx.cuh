@@ -175,7 +175,8 @@ static __device__ __forceinline__ void grid_dependency_wait() {
 #endif
 }
 
-/* Lets the next kernel of the stream start launching; it still waits before it reads. */
+/* Lets the next kernel of the stream start launching; before its own wait it must not read what
+ * this kernel writes. */
 static __device__ __forceinline__ void grid_dependency_launch() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");

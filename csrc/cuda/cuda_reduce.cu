@@ -1,18 +1,18 @@
 /*
  * Merge of split requests, one kernel for every GPU backend: out = sum of w_i O_i / sum of w_i with
- * w_i = 2^(lse_i - max lse), per row and in blocks of the 512 columns.
+ * w_i = 2^(lse_i - max lse), per row.
  *
  * The grid knows nothing of the lengths: each block first lists the split requests (their counts
  * after normalisation, as decode saw them), those of up to 8 splits apart from the others. A row of
  * the former is a warp's, its splits summed in ascending order. The columns of a row of the others
- * are shared by as many blocks as there are to spare: team t of 16 lanes sums splits t, t + 16, ...
- * in ascending order, against the maximum over its warp's two teams, and the sixteen sums are added
- * in order. So a result depends neither on the number of blocks nor on what else is in the step.
- * Partials are loaded before their weights are known, and what a task needs of its index is worked
- * out while others wait for memory.
+ * are shared by 8 or 4 blocks where rows are few, else halved: team t of 16 lanes sums splits t,
+ * t + 16, ... in ascending order, against the maximum over its warp's two teams, and the sixteen
+ * sums are added in order. So a result depends neither on the number of blocks nor on what else is
+ * in the step. Partials are loaded before their weights are known.
  *
- * Lengths and plan are read before the wait for decode: decode lets this kernel start only once it
- * has waited for them itself.
+ * Lengths and plan are read before the wait for decode. Decode triggers this launch only after its
+ * own wait, so the kernels that write them are complete; alone, the reduce is launched without
+ * programmatic launch.
  */
 #include "cuda_launch.h"
 #include "cuda_ptx.cuh"
@@ -36,7 +36,7 @@ struct reduce_params {
     kbmla_sizes sizes;
     int32_t num_heads;
     int32_t tail;
-    int32_t bands; /* of the columns, where rows are many */
+    int32_t bands; /* blocks that share the halves of a row, where rows are many: 1 or 2 */
     float output_scale;
 };
 
@@ -54,7 +54,7 @@ struct reduce_smem {
     alignas(16) float team_sum[TEAMS * KBMLA_HEAD_DIM_V];
 };
 
-/* Past L1, which may still have what they were before the kernels that wrote them. */
+/* Past L1: it may hold older values, as nothing has been waited for yet. */
 static __device__ __forceinline__ split_request find_request(const reduce_params &params,
                                                              int32_t batch) {
     const kbmla_decode_args &args = params.args;
@@ -252,6 +252,7 @@ static __device__ __forceinline__ void merge_many(const reduce_params &params, r
     const int32_t half = lane / LANES, team = warp + WARPS * half;
     const int32_t rows = params.sizes.rows, rows_per_tile = params.sizes.q_tile_rows;
     for (int32_t step = 0;; step++) {
+        /* With one band a block takes both halves of a row in turn. */
         const int32_t task =
             COLUMN_BLOCKS > 2 || params.bands == 2
                 ? step * (int32_t)gridDim.x + (int32_t)blockIdx.x

@@ -40,8 +40,8 @@ static __device__ __forceinline__ void produce_pages(const decode_params &params
     const uint32_t page_mask = (uint32_t)params.args.page_size - 1;
     const uint32_t ring = smem_address(smem.ring), full = smem_address(smem.full_bar),
                    empty = smem_address(smem.empty_bar);
-    /* No line of the cache is read again before much else is, but the plan, tables and partial
-     * results are. */
+    /* Blocks that share a line read it at about the same time; then no one needs it before the next
+     * step, unlike plan, tables and partial results. */
     const uint64_t policy = l2_evict_first();
     ring_place<N> place = {0};
     const request_facts facts = load_lane_facts(params);
