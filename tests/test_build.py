@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 
 import pytest
@@ -254,3 +255,24 @@ def test_47_headers_in_either_standard(sources, standard, tmp_path):
             f"-I{sources / 'csrc'}", str(use),
         )  # fmt: skip
         assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_sdist_has_all_that_a_build_needs(tmp_path):
+    """setuptools packs by itself only what Python and the binding name."""
+    for folder in ("csrc", "kbmla", "tools"):
+        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("*.so"))
+    for file in ROOT.iterdir():
+        if file.is_file():
+            shutil.copy(file, tmp_path)
+    run(sys.executable, "setup.py", "-q", "sdist", cwd=tmp_path)
+    (archive,) = (tmp_path / "dist").glob("*.tar.gz")
+    with tarfile.open(archive) as packed:
+        names = {name.partition("/")[2] for name in packed.getnames()}
+    sources = [
+        str(file.relative_to(ROOT))
+        for folder in ("csrc", "kbmla", "tools")
+        for file in (ROOT / folder).rglob("*")
+        if file.is_file() and file.suffix not in (".so", ".pyc")
+    ]
+    missing = {*sources, "Makefile", "README.md", "LICENSE", "setup.py"} - names
+    assert not missing

@@ -19,12 +19,25 @@ _log = logging.getLogger("vllm.kbmla")
 
 def register() -> None:
     """Registers the backend with the running vLLM: by its own name where the release takes new
-    names, else in the `CUSTOM` slot. Imports no kernel and no CUDA, may be called again, and never
-    raises: what fails is logged, and vLLM serves with its other backends."""
+    names, else in the `CUSTOM` slot. Makes no CUDA context, may be called again, and never raises:
+    what fails is logged, and vLLM serves with its other backends."""
     try:
         _member()
     except Exception:
-        _log.exception("kbmla: the attention backend could not be registered")
+        _log.exception("kbmla: the attention backend could not be registered%s", _why())
+
+
+def _why() -> str:
+    """What the release has to do with it, if anything."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    from .releases import unsupported
+
+    try:
+        reason = unsupported(version("vllm"))
+    except PackageNotFoundError:
+        return ""
+    return f"; {reason}" if reason else ""
 
 
 def _member() -> Any:

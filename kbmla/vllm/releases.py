@@ -5,6 +5,7 @@ Everything else that kbmla.vllm uses has the same name and meaning in all of the
 
 from __future__ import annotations
 
+import re
 from importlib.metadata import version
 from typing import Any
 
@@ -15,8 +16,8 @@ OLDEST, NEWEST = (0, 26), (0, 33)
 
 def unsupported(release: str) -> str | None:
     """Why vLLM `release` (such as "0.26.0" or "0.33.1.dev2+cu130") is not supported, or None."""
-    numbers = release.split("+")[0].split(".")[:2]
-    if all(number.isdigit() for number in numbers) and OLDEST <= tuple(map(int, numbers)) <= NEWEST:
+    numbers = re.match(r"(\d+)\.(\d+)", release)
+    if numbers and OLDEST <= (int(numbers[1]), int(numbers[2])) <= NEWEST:
         return None
     return (
         f"vLLM: expected a release from {OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST[1]} with "

@@ -192,6 +192,7 @@ def compare(heads: int, runs: dict[str, dict[str, Any]]) -> tuple[list[list[Any]
                     fine &= apart <= allowed
                 note = peer_note + (f"planned {run['planned']}" if run["planned"] else "")
                 if "drafts" in run:
+                    fine &= run["drafts"] > 0 and run["accepted"] > 0
                     note += f" drafts {run['drafts']:.0f} accepted {run['accepted']:.0f}"
                 if name == MIXED_RUN["name"]:
                     cached = sum(one["cached"] for one in run[kind])

@@ -71,6 +71,8 @@ def schedules(arguments: argparse.Namespace) -> bool:
         ended = counts["finished"] + counts["aborted"] == counts["requests"]
         fine = counts["schedules"] == wanted and not counts["not finite"] and ended
         fine &= counts["preempted"] > 0 and counts["aborted"] > 0 and not errors
+        verified = any(int(query_len) > 1 for query_len in plans)
+        fine &= verified == (name == "n-gram")
         rows.append(
             [name, f"{counts['schedules']}/{wanted}", counts["requests"], counts["finished"],
              counts["aborted"], counts["preempted"], counts["steps"], counts["values"],

@@ -91,6 +91,16 @@ def test_never_raises(monkeypatch):
     assert lines == ["kbmla: the attention backend could not be registered"]
 
 
+def test_release_without_the_registry_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "vllm.v1.attention.backends.registry", None)
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "0.9.2")
+    with log_lines() as lines:
+        kbmla.vllm.register()
+    assert len(lines) == 1
+    assert "registered; vLLM: expected a release from 0.26 to 0.33" in lines[0]
+    assert lines[0].endswith("got 0.9.2")
+
+
 @pytest.mark.skipif(NEW_NAMES, reason="this release takes new names")
 def test_taken_slot_is_left():
     AttentionBackendEnum.CUSTOM.clear_override()
@@ -105,7 +115,9 @@ def test_taken_slot_is_left():
         kbmla.vllm.register()
 
 
-@pytest.mark.parametrize("release", ["0.25.1", "0.34.0", "1.0.0", "0.1.dev1+g12ab", "dev"])
+@pytest.mark.parametrize(
+    "release", ["0.25.1", "0.34.0", "0.330.0", "1.0.0", "0.1.dev1+g12ab", "dev"]
+)
 def test_other_releases(release):
     reason = releases.unsupported(release)
     assert reason is not None
@@ -113,7 +125,9 @@ def test_other_releases(release):
     assert reason.endswith(f"got {release}")
 
 
-@pytest.mark.parametrize("release", ["0.26.0", "0.29.1rc2", "0.33.4.dev1+cu130", vllm.__version__])
+@pytest.mark.parametrize(
+    "release", ["0.26.0", "0.29.1rc2", "0.33rc1", "0.33.4.dev1+cu130", vllm.__version__]
+)
 def test_supported_releases(release):
     assert releases.unsupported(release) is None
 

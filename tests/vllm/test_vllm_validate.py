@@ -120,6 +120,19 @@ def test_limits_of_a_step(tmp_path, heads, arguments, reason):
     assert reason in str(caught.value)
 
 
+def test_build_without_cuda_kernels(tmp_path, monkeypatch):
+    from kbmla.vllm import backend
+
+    config = engine_config(tmp_path)
+    monkeypatch.setattr(config.device_config, "device_type", "cuda")
+    with set_current_vllm_config(config):
+        monkeypatch.setattr(backend, "has_cuda_kernels", lambda: True)
+        assert chosen(DeviceCapability(9, 0)) == kbmla.vllm.BACKEND_PATH
+        monkeypatch.setattr(backend, "has_cuda_kernels", lambda: False)
+        with pytest.raises(ValueError, match="this build has no CUDA kernels"):
+            chosen(DeviceCapability(9, 0))
+
+
 def make_impl(config, **changes):
     given = {
         "num_heads": 16,
