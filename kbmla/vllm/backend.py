@@ -120,6 +120,18 @@ class KbmlaBackend(MLACommonBackend):
         )
 
 
+def _builders(config: Any) -> int:
+    """Metadata builders that an engine makes for layers of one shape: one for the model and one for
+    a drafter with MLA layers, each for every micro-batch."""
+    speculative = config.speculative_config
+    has_drafter = (
+        speculative is not None
+        and (speculative.use_eagle() or speculative.method == "draft_model")
+        and speculative.draft_model_config.use_mla
+    )
+    return (1 + bool(has_drafter)) * max(1, int(config.parallel_config.num_ubatches))
+
+
 @dataclass
 class KbmlaDecodeMetadata(MLACommonDecodeMetadata):
     """The decode half of a step's metadata: vLLM's tensors, and what the step was planned with.
@@ -248,7 +260,9 @@ class KbmlaImpl(MLACommonImpl[MLACommonMetadata]):
             raise NotImplementedError(refusal)
         # Kept whole: the interleave of the DCP shards may be settled after the model is built.
         self._parallel_config = config.parallel_config
-        self.buffers = shared(heads, config.device_config.device, dcp > 1, max_q, max_requests)
+        self.buffers = shared(
+            heads, config.device_config.device, dcp > 1, max_q, max_requests, _builders(config)
+        )
 
     def forward_mqa(
         self,

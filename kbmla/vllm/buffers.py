@@ -1,9 +1,10 @@
 """Plans and scratch of the decode steps, made while the model is loaded.
 
 vLLM constructs metadata builders after it has profiled memory, and layers before. So the first
-layer of a shape makes everything that steps will need, where the profile counts it, and the builder
-of a KV-cache group takes it over. A builder that finds it taken (a second group of the same shape,
-a drafter, a micro-batch on a stream of its own) makes its own: a BalancedMla serves one stream.
+layer of a shape makes everything that steps will need, where the profile counts it: a BalancedMla,
+which serves one stream, for each builder that the engine will have (a drafter has its own, and a
+micro-batch). A builder takes one over; where none is left (a second group of the same shape) it
+makes its own.
 """
 
 from __future__ import annotations
@@ -36,34 +37,44 @@ def make(heads: int, device: torch.device, dcp: bool) -> BalancedMla:
 
 
 class Buffers:
-    """A prepared BalancedMla that the layers of one shape share until a builder claims it.
+    """Prepared BalancedMlas that the layers of one shape share until builders claim them.
 
     heads: query heads of a decode step, under DCP those of every rank; device: where the layers
-    run; dcp: whether lengths are a shard's; max_q and max_requests: the largest step.
+    run; dcp: whether lengths are a shard's; max_q and max_requests: the largest step; builders: how
+    many to make.
     """
 
     def __init__(
-        self, heads: int, device: torch.device, dcp: bool, max_q: int, max_requests: int
+        self,
+        heads: int,
+        device: torch.device,
+        dcp: bool,
+        max_q: int,
+        max_requests: int,
+        builders: int,
     ) -> None:
         self.heads, self.device, self.dcp = heads, device, dcp
-        self.mla = make(heads, device, dcp)
-        prepare(self.mla, max_q, max_requests)
-        self._owner: weakref.ref[object] | None = None
+        self.mlas = [make(heads, device, dcp) for _ in range(builders)]
+        for mla in self.mlas:
+            prepare(mla, max_q, max_requests)
+        self._owners: list[weakref.ref[object] | None] = [None] * builders
 
     def claim(
         self, owner: object, device: torch.device, max_q: int, max_requests: int
     ) -> BalancedMla:
         """A BalancedMla for `owner` alone, prepared for its steps; not during a capture.
 
-        It is the one made here where that is free and on `device`; free again when its owner is
-        gone, as vLLM drops the builders that it profiled graphs with.
+        It is one made here where that is free and on `device`; free again when its owner is gone,
+        as vLLM drops the builders that it profiled graphs with.
         """
-        taken = self._owner is not None and self._owner() is not None
-        if taken or as_device(device) != self.device:
+        mla = None
+        if as_device(device) == self.device:
+            for i, claimed in enumerate(self._owners):
+                if claimed is None or claimed() is None:
+                    mla, self._owners[i] = self.mlas[i], weakref.ref(owner)
+                    break
+        if mla is None:
             mla = make(self.heads, device, self.dcp)
-        else:
-            mla = self.mla
-            self._owner = weakref.ref(owner)
         prepare(mla, max_q, max_requests)
         return mla
 
@@ -72,11 +83,12 @@ class Buffers:
 _shared: weakref.WeakValueDictionary[tuple[object, ...], Buffers] = weakref.WeakValueDictionary()
 
 
-def shared(heads: int, device: torch.device, dcp: bool, max_q: int, max_requests: int) -> Buffers:
+def shared(
+    heads: int, device: torch.device, dcp: bool, max_q: int, max_requests: int, builders: int
+) -> Buffers:
     """The Buffers of this shape, made by the first layer that asks; each layer keeps it alive."""
-    device = as_device(device)
-    key = (heads, device, dcp, max_q, max_requests)
-    buffers = _shared.get(key)
+    arguments = (heads, as_device(device), dcp, max_q, max_requests, builders)
+    buffers = _shared.get(arguments)
     if buffers is None:
-        buffers = _shared[key] = Buffers(heads, device, dcp, max_q, max_requests)
+        buffers = _shared[arguments] = Buffers(*arguments)
     return buffers

@@ -220,7 +220,7 @@ def test_prepared_before_the_first_step(tmp_path):
     """Everything a step needs is made with the layer; the builder takes it over."""
     engine = Engine(tmp_path, 16, max_num_seqs=300, **drafts(3))
     mla = engine.builder.mla
-    assert mla is engine.impl.buffers.mla
+    assert [mla] == engine.impl.buffers.mlas
     classes = {capacity for most, capacity in CAPACITY[False] if most <= 1024}
     assert mla.cores.keys() == {(q, capacity) for q in (1, 2, 3, 4) for capacity in classes}
     assert max(core.max_requests for core in mla.cores.values()) == 300
@@ -244,7 +244,42 @@ def test_one_owner_at_a_time(tmp_path):
     engine.builder = None
     gc.collect()
     third = make_builder(engine.config, engine.layer, KbmlaBackend)
-    assert third.mla is engine.impl.buffers.mla
+    assert [third.mla] == engine.impl.buffers.mlas
+
+
+def test_every_builder_finds_its_own_prepared(tmp_path, monkeypatch):
+    """One for each micro-batch, made with the layer, where vLLM's memory profile counts it."""
+    from vllm.config import ParallelConfig
+
+    monkeypatch.setattr(ParallelConfig, "num_ubatches", property(lambda self: 2))
+    engine = Engine(tmp_path)
+    second = make_builder(engine.config, engine.layer, KbmlaBackend)
+    assert [engine.builder.mla, second.mla] == engine.impl.buffers.mlas
+    third = make_builder(engine.config, engine.layer, KbmlaBackend)
+    assert third.mla not in engine.impl.buffers.mlas
+
+
+@pytest.mark.parametrize(
+    ("method", "use_mla", "ubatches", "expected"),
+    [
+        (None, False, 1, 1),
+        ("ngram", True, 0, 1),
+        ("mtp", True, 1, 2),
+        ("eagle", False, 1, 1),
+        ("draft_model", True, 2, 4),
+    ],
+)
+def test_number_of_builders(method, use_mla, ubatches, expected):
+    from kbmla.vllm.backend import _builders
+
+    speculative = method and SimpleNamespace(
+        method=method,
+        use_eagle=lambda: method in ("eagle", "mtp"),
+        draft_model_config=SimpleNamespace(use_mla=use_mla),
+    )
+    parallel = SimpleNamespace(num_ubatches=ubatches)
+    config = SimpleNamespace(speculative_config=speculative, parallel_config=parallel)
+    assert _builders(config) == expected
 
 
 def test_layers_share_and_engines_do_not_leak(tmp_path):
@@ -252,7 +287,7 @@ def test_layers_share_and_engines_do_not_leak(tmp_path):
 
     engine = Engine(tmp_path)
     one = engine.impl.buffers
-    arguments = (16, one.device, False, 1, 32)
+    arguments = (16, one.device, False, 1, 32, 1)
     assert buffers.shared(*arguments) is one
     del engine, one
     gc.collect()
