@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 # kbmla: `make` prints help. `make demo` and `make test` do all their set-up.
 #
 # The C core is built here into a static library; only the binding (csrc/torch) goes through

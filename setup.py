@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Builds the extension: the C core through the Makefile, the binding through torch's builder.
 
 The binding targets LibTorch's stable ABI 2.10 and Python's limited API, so one built file serves

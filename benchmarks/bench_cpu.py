@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """CPU decode against the best eager PyTorch formulation, in one run: ratios of medians.
 
 The PyTorch side gathers a request's pages, dequantises them once to the fastest dtype of this

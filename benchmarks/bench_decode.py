@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Decode on a GPU against what its memory allows and against FlashMLA's FP8 kernel.
 
 Per batch, heads and q: one decode step over several layers, each with pages of its own, together

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Results of bench_decode.py: one row per shape, and how rows are printed, stored and drawn.
 
 Needs no GPU, so a run's JSON can be printed and drawn anywhere.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The shapes bench_decode.py times: its grid, any other by vLLM's batch grammar, their page tables,
 and the figures recorded of FlashMLA on the grid. Plain arithmetic, no GPU.
 """

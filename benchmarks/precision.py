@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What E4M3 probabilities cost, stock and scaled: the tables of the README's precision section.
 
 Left: one hot key at score 0 and 8191 cold keys 11 (or 9) powers of two below it, all cold values 1:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How long a planned wave would take on an H200, next to other ways of cutting the same batch.
 
 A model, not a measurement: it ranks plans and shows where one loses time. Of a batch and a plan it

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a GPU benchmark here times with: CUDA graphs, events, and the two ceilings of the card.
 
 Nothing in here knows about attention. All functions work on torch's current CUDA device and stream;

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /*
  * Pure integer rules that follow from a config: q tiles, entries a plan may hold, length of the
  * work list, layout of the workspace. All backends size and address their buffers through here.

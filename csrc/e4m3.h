@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /*
  * Scalar conversions of E4M3 (the "fn" variant: no infinities, NaN is 0x7F and 0xFF), BF16 and
  * FP16, rounding to nearest even: those of the CPU backend's stores, and the statement of the rule

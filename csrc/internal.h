@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /*
  * Shared by the C sources and the CUDA launchers, not installed: error macros and the table of a
  * backend's entry points. kbmla.c validates everything and is the only caller of the table, so a

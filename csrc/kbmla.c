@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /*
  * Argument validation, choice of the backend and error texts. The only caller of the backend
  * tables: behind it every size, stride and range is known to be good. Tensors' types and devices

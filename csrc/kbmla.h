@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /*
  * kbmla: KV-balanced decode for multi-head latent attention (MLA), C interface.
  *

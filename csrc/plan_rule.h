@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /*
  * The balancing rule: one pure integer function of the lengths and the config, written once for
  * host and device. cpu_plan.c drives these functions serially and is the readable statement of the

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /*
  * The integer rules every backend shares, host and device: row packing, work entries, split
  * bounds, partial slots and the causal bound. Each rule has its one definition here; the planner's

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /*
  * The walks of scheduler.h, and the split bounds of rules.h, as linkable functions, for callers
  * that cannot include a C header (the Python classes of kbmla/helpers.py reach them through

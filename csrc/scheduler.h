@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /*
  * The two ways the CTAs of a grid find their work, host and device: along a planned work list, and
  * along a static (cta, q tile, request, split) grid. The kernels, the CPU backend and the Python

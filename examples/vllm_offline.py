@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Serves a model offline with vLLM, once with its default attention backend and once with kbmla,
 and prints output tokens per second of both.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """kbmla: KV-balanced decode for multi-head latent attention over a paged FP8 cache."""
 
 from . import core, helpers

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Command line: python -m kbmla {info,demo,plan,bench}.
 
 Exit status: 0 done, 1 a result out of bounds, 2 a request that cannot be met, in one line on

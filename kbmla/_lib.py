@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Loads the built extension: importing it registers the ops, ctypes reaches the pure C functions.
 
 Only functions on plain numbers go through ctypes (sizes, scheduler walks, names); everything that

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """BalancedMla: the cores, plans and scratch of one model, as an attention backend uses them.
 
 Per decode step: `require` (once, before graphs are captured), `plan` from the step's lengths, then

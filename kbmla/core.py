@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One core: a query length and a size class, with what its plans and decodes need.
 
 Mirrors the interface of the kv_balanced_mla core: buffers belong to the caller, who asks here for

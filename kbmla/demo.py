@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The demonstration behind `python -m kbmla demo`: a batch drawn from a public serving trace is
 planned, decoded, timed and compared with float64; the plans are drawn as text."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tile layout, tile shapes, architecture names, and the walks by which CTAs find their work.
 
 The scheduler classes are views of the C walks in `csrc/scheduler.h`: every tile they report and

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Typed wrappers of the ops `torch.ops.kbmla.plan`, `decode` and `reduce`, and their fake kernels.
 
 The ops check everything and write nothing on an error; here their RuntimeError, whose text starts

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Text pictures of plans: which cluster reads which request's KV, and when.
 
 Time is counted in tiles of 128 KV tokens, the unit of a plan, as if every tile took equally long.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a decode computes, in float64 PyTorch: the exact result, and a model of the kernels' rule
 for storing probabilities as E4M3.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Batches to decode: lengths (uniform, mixed, log-normal, drawn from serving traces, or written in
 vLLM's batch grammar) and paged caches filled for them.
 

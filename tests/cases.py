@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Inputs of the tests: poisoned paged caches, probes with a known answer, hand-written plans.
 
 Whatever a kernel may not read holds a value that shows if it does: every byte of the cache that no

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Comparisons that say where and by how much, and the tolerances with their reasons."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Fixtures shared by the suite: the device a test runs on, and reproducible randomness.
 
 Every numeric test takes `device` and runs once on the CPU and once on CUDA. The CUDA half is

@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
 # The device pass: everything that needs a GPU, on a machine that has one and nothing else.
 #
 #   tests/device.sh [correctness] [contract] [sanitize] [bench]      (all of them by default)

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the built extension asks of the machine: symbols, glibc, torch, and nothing at import."""
 
 from __future__ import annotations

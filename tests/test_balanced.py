@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Life cycle of BalancedMla: require, plan, decode; growing, sharing one workspace, wrong order."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The pure parts of the GPU benchmark (shapes, page tables, rows, files, messages) and the refusals
 of the device pass; nothing here needs a GPU."""
 

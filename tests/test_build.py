@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The build on machines unlike this one: without a GPU, without nvcc, with other standards and job
 counts, in isolation. Everything runs in a copy of the sources, so the installed build stays."""
 

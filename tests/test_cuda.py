@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What only the CUDA backend has: agreement with the CPU, repeatability on many blocks,
 programmatic dependent launch, and the short selection that runs under compute-sanitizer."""
 

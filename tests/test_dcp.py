@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Decode context parallel: each rank against float64 on its shard, and the merged ranks against
 attention over the whole request."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Decode against float64 attention over the whole of the supported range, and what must not change
 a result: split counts (beyond rounding), threads, repeats, neighbours, strides, poison."""
 

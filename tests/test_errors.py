@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Wrong input, by table: the exception, what its message names, and that nothing was written."""
 
 from __future__ import annotations

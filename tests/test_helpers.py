@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tile layout, architecture names and the walks of both schedulers."""
 
 import ctypes

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The arithmetic: the float64 definition, the E4M3 rounding of P and its growth rule, scales,
 p_scale, FP16 partials, and the model of it all that kbmla.reference states."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The registered ops: schemas, opcheck, torch.compile, and on CUDA graphs and streams."""
 
 from __future__ import annotations

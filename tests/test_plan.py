@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The planner: format of its lists, coverage, limits, policies, and the modelled time of its plans.
 
 Properties are checked by one function over the list itself, on batches drawn by hypothesis and on

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The device planner gives the host's plans bit for bit and stays in its buffers."""
 
 from __future__ import annotations

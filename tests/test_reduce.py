@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The merge alone: of what decode left in the workspace, and of partials written by hand, whose
 layout csrc/rules.h states: partial_o [slots, q_tile_rows, 512], then partial_lse [slots, rows]."""
 

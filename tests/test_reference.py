@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The float64 reference against closed forms and against itself in other arrangements."""
 
 import math

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Public bug reports on split-KV and MLA decode, as tests. The number in a name is the report's in
 this suite's list; the docstring names the thread. `ELSEWHERE` says which test of another file holds
 a report, and `test_every_report_has_a_test` that none is missing."""

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Backend "sm90" by name: its FP22 scores against their model, its sums of O over long splits, any
 configuration against the portable backend, and the edges of its pipeline.
 

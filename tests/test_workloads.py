@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Lengths, the batch grammar and the paged caches made from them."""
 
 import statistics

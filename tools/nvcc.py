@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
 """Compiles one CUDA source for all wanted cards and fails on what a kernel must not have.
 
     nvcc.py NVCC FOLDER SOURCE OBJECT [flags ...]

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /*
  * Split-KV decode on the CPU: the walk over the work list, the page table, and the output of each
  * item. The arithmetic of a tile is in cpu_tile_impl.h.

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /*
  * Run-time choice among the kernel tables of cpu_tile_*.c, best first. The selection is one atomic
  * index, so that a test may change it while other threads decode: each decode runs whole on the

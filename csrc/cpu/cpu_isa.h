@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /*
  * Choice of the CPU kernels. The best instruction set of the machine is taken unless a test has
  * selected another; nothing reads the environment.

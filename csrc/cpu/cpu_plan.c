@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /*
  * The planner, serially: the readable statement of the balancing rule. What each step computes is
  * in plan_rule.h, shared with the device; this file is the order of the steps. Everything is

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /*
  * The reduce on the CPU: partial outputs of split requests, weighted by their share of the row's
  * exponentials, to the final output and lse.

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /*
  * The arithmetic of one work item on the CPU: what cpu_decode.c asks of an instruction set.
  *

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /*
  * Tile kernels for AVX2 with FMA: 12 sums of 8 lanes, 2 vectors of the right factor and the
  * broadcast fill 15 of the 16 registers. Compiles to nothing off x86-64.

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /*
  * Tile kernels for AVX-512 (F, BW, VL, DQ): 24 sums of 16 lanes, 4 vectors of the right factor and
  * the broadcast fill 29 of the 32 registers. Compiles to nothing off x86-64.

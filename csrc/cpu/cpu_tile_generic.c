@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /*
  * Tile kernels for any machine with 128-bit vectors: SSE2 on x86-64, Advanced SIMD on aarch64.
  * Also what the others are compared with. a * b + c is left to the compiler except on aarch64,

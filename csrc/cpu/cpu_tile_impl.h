@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /*
  * The tile kernels, written once over vectors of VEC_LANES floats (GCC/Clang vector extensions).
  * The including file defines VEC_LANES (4, 8 or 16), VEC_FMA(a, b, c) = a * b + c,

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /*
  * Portable decode, sm_80 and later: one source, FP16 tensor cores, any page size and stride.
  *

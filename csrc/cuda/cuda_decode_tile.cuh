@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /*
  * A KV tile of the portable decode: its place in shared memory and the two products on it, for the
  * warps of a block. `scores` is QK over one tile, `accumulate` PV; in between the caller masks the

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /*
  * What the decode kernels share around their main loops: their parameters, the walk of a block
  * along the work list, what an entry of it comes to, and where results go.

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /*
  * Device facts and launches shared by the CUDA backends. The runtime is linked statically and loads
  * the driver on first use, so nothing here runs, or needs a driver, at import.

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /*
  * What the CUDA launchers share: facts of a device, error handling, and a launch with programmatic
  * dependent launch. Everything here returns a status; nothing allocates or synchronises.

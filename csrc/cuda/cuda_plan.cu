@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /*
  * Device planner: the rule of plan_rule.h by one block, with plans bit-equal to cpu_plan.c. One
  * kernel per decode step; it reads lengths only and serves every GPU backend.

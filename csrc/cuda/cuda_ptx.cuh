@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /*
  * One short function per PTX instruction of the portable kernels (sm_80 and later), no logic.
  * Shared-memory addresses are 32-bit, from smem_address().

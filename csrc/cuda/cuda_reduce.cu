@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /*
  * Merge of split requests, one kernel for every GPU backend: out = sum of w_i O_i / sum of w_i with
  * w_i = 2^(lse_i - max lse), per row.

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /*
  * Decode for SM90a (H100, H200): FP8 tensor cores on both products, any row count in blocks of up
  * to 64 rows.

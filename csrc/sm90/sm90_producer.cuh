@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /*
  * The producer warps of the SM90 decode: KV tiles into the ring, Q and the items' facts into their
  * buffers. Each walks the work list on its own and runs ahead into the next item; only room stops

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /*
  * The two products of a stage, S = Q K^T and O^T = V^T P^T.
  *

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /*
  * One short function per PTX instruction that the SM90 kernels alone use, no logic; the others are
  * in cuda/cuda_ptx.cuh. Shared-memory addresses are 32-bit, from smem_address().

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /*
  * The softmax step of the SM90 decode on scores as wgmma leaves them: s[4j + 2h + c] of a lane is
  * row 16 * warp + g + 8h, token 8j + 2t + c of the stage, with g = lane / 4, t = lane % 4. So a

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /*
  * See sm90_tensor_map.h. The encoder is looked up at run time, so that nothing links the driver.
  */

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /*
  * Tensor maps for bulk copies of cache pages and of Q, encoded on the host for every launch: pure
  * arithmetic of the driver, a microsecond, no call to the device.

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /*
  * Sizes, shared memory and layouts of the SM90 decode, for blocks of N query rows: 16, 24, 32,
  * 40, 48 or 64.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Binding of the three verbs to torch, on LibTorch's stable ABI and Python's limited API: one built
 // file serves torch >= 2.10 and Python >= 3.10. It turns tensors into pointers and strides, checks
 // what a pointer cannot tell (type, rank, device, contiguous last dimension) and turns a status

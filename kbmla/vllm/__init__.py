@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """kbmla as an attention backend of vLLM: the plug-in's entry point.
 
 Installing kbmla beside vLLM is enough: vLLM calls `register` in each of its processes, and

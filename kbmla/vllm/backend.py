@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The three classes of an MLA backend in vLLM, over kbmla: its description, the builder that plans
 once per step, and the implementation that decodes once per layer.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Plans and scratch of the decode steps, made while the model is loaded.
 
 vLLM constructs metadata builders after it has profiled memory, and layers before. So the first

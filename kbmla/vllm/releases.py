@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What differs between the supported releases of vLLM, and which those are.
 
 Everything else that kbmla.vllm uses has the same name and meaning in all of them.

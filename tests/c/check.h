@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /*
  * The few tools the C tests share: a counting assertion, a generator of random numbers that gives
  * the same ones everywhere, and a thread pool to pass as `parallel_for`.

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /*
  * A decode step made up for a test: random inputs in poisoned buffers, a plan with chosen split
  * counts, and what the result must be.

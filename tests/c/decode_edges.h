@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /*
  * Decode tests beyond plain results: probe inputs with exact answers, NaN, pages that do not
  * exist, plans that belong to something else, offsets past 4 GiB, and the public verbs. Part of

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /*
  * Torch-free tests of the C core: conversions, integer rules, sizes, and the CPU decode and reduce
  * on every instruction set of the machine. Prints "N passed, N failed" as its last line.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """vLLM 0.26.0 on kbmla end to end, on one GPU or two. A short table comes last; exit status 1 when
 a line of it fails.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Log-probabilities of vLLM on kbmla beside those of a BF16 cache, on one GPU and on two."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Engines, models and prompts of the runs on a GPU, shared by device_*.py."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Engines of the runs on a GPU side by side: each in a forked process with a log and a time limit.
 
 Most of an engine's start is Python's work and launches, so a card of 139 GiB and 16 cores take a

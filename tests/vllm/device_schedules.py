@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Random serving schedules on kbmla: arrivals, aborts, preemptions by a small cache."""
 
 from __future__ import annotations

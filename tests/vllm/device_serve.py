@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`vllm serve` on kbmla, asked by the OpenAI client and stopped by an interrupt."""
 
 from __future__ import annotations

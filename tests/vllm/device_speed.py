@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Output tokens per second and attention time per step, beside vLLM's own FP8 backends."""
 
 from __future__ import annotations

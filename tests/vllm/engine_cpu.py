@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """vLLM's own configuration, layer, metadata and builder on a machine without a GPU.
 
 Nothing of vLLM is imitated. Its CPU platform is chosen by hand, since a wheel for CUDA does not

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Lets vLLM's whole engine run on a CPU from a wheel for CUDA, which holds no kernels for it.
 
 Each missing kernel gets a plain torch formulation here; layers take their own `forward_native`.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One run of vLLM's whole engine on a CPU, decoding with kbmla; for test_vllm_engine.py.
 
     engine_run.py MODEL MODE ANSWER      MODE: forced, ngram or schedules

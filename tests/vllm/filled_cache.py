@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A KV connector of vLLM that claims every prompt's cache was computed elsewhere, over a cache that
 is full of normal values: decode steps of long requests can be timed without their prefill."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A logits processor of vLLM that makes each request emit given tokens, so that runs can be
 compared token by token. Log-probabilities that vLLM returns are those of the model, before this."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What kbmla writes to vLLM's log, whatever vLLM and pytest do with their handlers."""
 
 from __future__ import annotations

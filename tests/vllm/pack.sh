@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
 # Packs what tests/vllm/device.py needs on a GPU machine without network: vLLM 0.26.0, the packages
 # it imports, and this tree's kbmla as a wheel. The machine brings Python 3.12 on x86-64, torch 2.11
 # for CUDA 13, transformers and the usual scientific packages.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The parts of the runs on a GPU that need none: side-by-side jobs, times, comparisons."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """vLLM's whole engine, scheduler to sampler, decoding with kbmla on the CPU, against transformers.
 
 Each run is a process of its own (engine_run.py); engine_ops.py says what stands in for kernels that

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The plug-in: what its registration does in vLLM, and what it must not do."""
 
 from __future__ import annotations

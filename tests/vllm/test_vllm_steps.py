@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The builder and the implementation, driven with vLLM's own metadata on the CPU, against float64.
 
 The caches are the suite's: NaN in every byte that no request owns, page ids in random order.

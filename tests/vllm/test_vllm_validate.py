@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is refused when the engine starts, in the words vLLM prints."""
 
 from __future__ import annotations

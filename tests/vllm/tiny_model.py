@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Writes small random checkpoints of DeepSeek-V3's shape that vLLM loads: dense MLPs, true MLA
 dimensions (512 + 64), any number of heads.
 

@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
 # Opens what pack.sh made, on the GPU machine: unpack.sh FOLDER..., for each of its two folders once.
 # Afterwards `export PYTHONPATH=$KBMLA_VLLM_SITE` (/tmp/vllm-site) has vLLM and kbmla installed.
 set -euo pipefail
