@@ -81,8 +81,14 @@ def assert_out(out, batch) -> None:
     assert_result(out, ref_lse, ref, ref_lse)
 
 
-@pytest.mark.parametrize("heads", [12, 16, 20, 64, 128])
-@pytest.mark.parametrize("q", [1, 4])
+@pytest.mark.parametrize(
+    ("heads", "q"),
+    [
+        *((heads, q) for heads in (12, 16, 20, 64, 128) for q in (1, 4)),
+        *((16, q) for q in (2, 3, 5, 6, 7, 8)),
+        *((heads, 1) for heads in (8, 96)),
+    ],
+)
 def test_step(tmp_path, heads, q):
     engine = Engine(tmp_path, heads, **drafts(q - 1))
     batch = make_batch(LENGTHS, heads, q)
