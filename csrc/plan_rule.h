@@ -35,8 +35,7 @@ enum {
     KBMLA_PLAN_PRICE_CLASSES = 32  /* pairs of them, in which a candidate's splits are counted */
 };
 
-/* Prices, in nanoseconds on an H200 at 1.7 GHz. [m] measured, [d] derived from
- * measurements or estimated, to be tuned again on the finished kernels. */
+/* Prices, in nanoseconds on an H200 at 1.7 GHz: [m] measured, [d] derived or estimated. */
 enum {
     KBMLA_PLAN_MEMORY_NS = 2116,    /* [m] 128 tokens for each of 132 SMs at 4.6 TB/s */
     KBMLA_PLAN_COMPUTE_NS = 1080,   /* [d] main loop over 128 tokens: a line 4 to 11 % below the */

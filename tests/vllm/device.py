@@ -33,8 +33,10 @@ def main() -> int:
         if function is not speed:
             part.add_argument("--jobs", type=int, default=12, help="engines at once")
             part.add_argument("--only", default="", help="kbmla's runs with this in their name")
+            # The comparison that many draws are for is the same in both parts.
+            draws = 12 if function is accuracy else 1
             part.add_argument(
-                "--draws", type=int, default=12, help="of forced tokens, to compare with FLASHMLA"
+                "--draws", type=int, default=draws, help="of forced tokens, beside FLASHMLA"
             )
         part.set_defaults(run=function)
     part.add_argument("--layers", type=int, default=61)
