@@ -179,22 +179,27 @@ class KbmlaMetadataBuilder(MLACommonMetadataBuilder[MLACommonMetadata]):
         block_table_tensor: Tensor,
         seq_lens_device: Tensor,
         num_decode_tokens: int,
+        query_start_loc_cpu: Tensor,
         dcp_tot_seq_lens_device: Tensor | None,
         **_: Any,
     ) -> KbmlaDecodeMetadata:
         """Launches the step's one plan; see KbmlaDecodeMetadata. The lengths stay on the device."""
-        requests = seq_lens_device.shape[0]
-        query_len, rest = divmod(num_decode_tokens, requests)
-        if rest:
+        # Padding adds tokens and requests, and where it is for pieces of a graph more requests than
+        # these tokens can belong to: their query length is that of the first, which is real.
+        query_len = max(1, int(query_start_loc_cpu[1] - query_start_loc_cpu[0]))
+        requests, rest = divmod(num_decode_tokens, query_len)
+        if rest or requests > seq_lens_device.shape[0]:
             raise RuntimeError(
-                f"num_decode_tokens: expected the same number of query tokens for each of "
-                f"{requests} requests, got {num_decode_tokens} in all"
+                f"num_decode_tokens: expected {query_len} query tokens for each of up to "
+                f"{seq_lens_device.shape[0]} requests, got {num_decode_tokens} in all"
             )
-        self.mla.plan(query_len, seq_lens_device)
+        seq_lens = seq_lens_device[:requests]
+        totals = None if dcp_tot_seq_lens_device is None else dcp_tot_seq_lens_device[:requests]
+        self.mla.plan(query_len, seq_lens)
         return KbmlaDecodeMetadata(
-            block_table=block_table_tensor,
-            seq_lens=seq_lens_device,
-            dcp_tot_seq_lens=dcp_tot_seq_lens_device,
+            block_table=block_table_tensor[:requests],
+            seq_lens=seq_lens,
+            dcp_tot_seq_lens=totals,
             mla=self.mla,
             query_len=query_len,
         )

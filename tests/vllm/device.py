@@ -32,7 +32,7 @@ def main() -> int:
         part.add_argument("--heads", type=int, nargs="+", default=heads)
         if function is not speed:
             part.add_argument("--jobs", type=int, default=12, help="engines at once")
-            part.add_argument("--only", default="", help="kbmla's runs with this in their name")
+            part.add_argument("--only", default="", help="kbmla's runs whose name matches this")
             # The comparison that many draws are for is the same in both parts.
             draws = 12 if function is accuracy else 1
             part.add_argument(
@@ -48,6 +48,10 @@ def main() -> int:
     part = parts.add_parser("serve")
     part.add_argument("--port", type=int, default=8011)
     part.set_defaults(run=serve)
+    for name in ("speed", "schedules", "serve"):
+        parts.choices[name].add_argument(
+            "--runner", type=int, choices=(1, 2), default=1, help="vLLM's model runner"
+        )
     arguments = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # ends the engines too
     return 0 if arguments.run(arguments) else 1

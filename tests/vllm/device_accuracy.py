@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import statistics
 from functools import partial
 from itertools import compress
@@ -11,12 +12,15 @@ from typing import Any
 
 import torch
 from device_engine import (
+    ACROSS_LAYERS,
     DECODE_GRAPHS,
     EAGER,
     FULL_GRAPHS,
     KBMLA,
     LENGTHS,
     MIXED,
+    MTP,
+    NGRAM,
     SIDE_BY_SIDE,
     TOKENS,
     count_plans,
@@ -28,6 +32,8 @@ from device_engine import (
     prompts,
     save,
     speculative_graphs,
+    use_portable_kernel,
+    use_runner,
 )
 from device_jobs import preload, run_jobs
 from tiny_model import FIRST_TOKEN, VOCABULARY
@@ -84,13 +90,20 @@ def generate(llm: Any, kind: str, longest: int | None = None) -> list[dict[str, 
 def one_run(heads: int, spec: dict[str, Any]) -> dict[str, Any]:
     """Loads one engine and lets it generate the kinds that `spec` names, in its order."""
     options = SIDE_BY_SIDE | spec["options"]
-    if "speculative_config" not in options:  # which takes no logits processors
+    if "forced" in spec["kinds"]:
         options["logits_processors"] = ["forced_tokens:ForcedTokens"]
+    use_runner(2 if "runner 2" in spec["name"] else 1)
+    if "portable" in spec["name"]:
+        use_portable_kernel()
     planned.clear()
     run: dict[str, Any] = {}
-    with engine(model(heads), spec["backend"], spec["cache"], **options) as llm:
-        for number, kind in enumerate(spec["kinds"]):
-            run[kind if kind not in run else f"{kind}{number}"] = generate(
+    path = model(heads, drafter="MTP" in spec["name"])
+    with engine(path, spec["backend"], spec["cache"], **options) as llm:
+        config = llm.llm_engine.vllm_config
+        run["runner"] = 1 + config.use_v2_model_runner
+        run["async"] = config.scheduler_config.async_scheduling
+        for kind in spec["kinds"]:
+            run[kind if kind not in run else f"{kind} again"] = generate(
                 llm, kind, spec.get("longest")
             )
         if "speculative_config" in options:
@@ -143,10 +156,34 @@ EAGER_RUN = spec("kbmla eager", KBMLA, "fp8", BOTH, **EAGER)
 # Twice the same prompts: the second time from cached prefixes. Prefill reads those and earlier
 # chunks from the FP8 cache, which moves results whatever the decode is: hence the peer's own move.
 TWICE = [*BOTH, *BOTH]
-MIXED_PEER = spec(
-    "FLASHMLA fp8 chunks, prefixes", "FLASHMLA", "fp8", TWICE, **DECODE_GRAPHS, **MIXED
-)
-MIXED_RUN = spec("kbmla chunks, prefixes", KBMLA, "fp8", TWICE, **DECODE_GRAPHS, **MIXED)
+PREFIXES = "chunks, prefixes"
+CHUNKS = {**DECODE_GRAPHS, **MIXED}
+MIXED_PEERS = {
+    one["name"]: one
+    for one in (
+        spec(f"FLASHMLA fp8 {PREFIXES}", "FLASHMLA", "fp8", TWICE, **CHUNKS),
+        # Here it moves far: vLLM 0.26's prefill takes the requests with a context for the first
+        # ones, as its first runner orders them, and its second does not.
+        spec(f"FLASHMLA fp8 runner 2, {PREFIXES}", "FLASHMLA", "fp8", ["loop", "loop"], **CHUNKS),
+    )
+}
+MIXED_RUN = spec(f"kbmla {PREFIXES}", KBMLA, "fp8", TWICE, **CHUNKS)
+# The drafter's layer decodes on a builder of its own, several times between the model's steps.
+MTP_RUNS = [
+    spec("kbmla MTP", KBMLA, "fp8", ["loop"], **speculative_graphs(MTP)),
+    spec("kbmla MTP, eager", KBMLA, "fp8", ["loop"], **EAGER, **MTP),
+    spec("kbmla MTP, full graphs", KBMLA, "fp8", ["loop"], **FULL_GRAPHS, **MTP),
+    spec("kbmla MTP, runner 2", KBMLA, "fp8", ["loop"], **speculative_graphs(MTP)),
+    spec("kbmla MTP, eager, runner 2", KBMLA, "fp8", ["loop"], **EAGER, **MTP),
+    spec("kbmla MTP, full graphs, runner 2", KBMLA, "fp8", ["loop"], **FULL_GRAPHS, **MTP),
+]
+# vLLM's second model runner takes no logits processors, hence no forced tokens.
+RUNNER_2 = [
+    spec("kbmla eager, runner 2", KBMLA, "fp8", ["loop"], **EAGER),
+    spec("kbmla decode graphs, runner 2", KBMLA, "fp8", ["loop"], **DECODE_GRAPHS),
+    spec("kbmla full graphs, runner 2", KBMLA, "fp8", ["loop"], **FULL_GRAPHS),
+    spec(f"kbmla runner 2, {PREFIXES}", KBMLA, "fp8", ["loop", "loop"], **CHUNKS),
+]
 
 
 def compare(heads: int, runs: dict[str, dict[str, Any]]) -> tuple[list[list[Any]], bool]:
@@ -154,7 +191,7 @@ def compare(heads: int, runs: dict[str, dict[str, Any]]) -> tuple[list[list[Any]
     cache than FLASHMLA by more than two standard errors, its modes no further from eager than FP8
     itself moves FLASHMLA."""
     rows, good = [], True
-    moved: dict[str, float] = {}
+    moved: dict[tuple[int, str], float] = {}
     reference, noise, eager = runs.get(REFERENCE["name"]), {}, runs.get(EAGER_RUN["name"])
     for name, run in runs.items():
         if "error" in run:
@@ -162,7 +199,7 @@ def compare(heads: int, runs: dict[str, dict[str, Any]]) -> tuple[list[list[Any]
             good = False
             continue
         for kind in [key for key in run if key.startswith(("forced", "loop"))]:
-            base = kind.rstrip("0123456789")
+            base = kind.removesuffix(" again")
             if reference is None or base not in reference:
                 continue
             mean, most, count, finite = difference(run[kind], reference[base])
@@ -170,9 +207,10 @@ def compare(heads: int, runs: dict[str, dict[str, Any]]) -> tuple[list[list[Any]
             from_eager = ""
             if name == PEER["name"]:
                 noise[base] = mean
-            if name == MIXED_PEER["name"] and base in runs[PEER["name"]]:
-                moved[kind] = difference(run[kind], runs[PEER["name"]][base])[0]
-                from_eager = f"{moved[kind]:.5f}"
+            if name in MIXED_PEERS and base in runs[PEER["name"]]:
+                apart = difference(run[kind], runs[PEER["name"]][base])[0]
+                moved[run["runner"], kind] = apart
+                from_eager = f"{apart:.5f}"
             if name.startswith("kbmla"):
                 if name == EAGER_RUN["name"] and base == "forced" and PEER["name"] in runs:
                     # "At most FLASHMLA's" as a test of it: the rounding of cache and query, which
@@ -188,14 +226,15 @@ def compare(heads: int, runs: dict[str, dict[str, Any]]) -> tuple[list[list[Any]
                     apart, _, count, _ = difference(run[kind], eager[base])
                     from_eager = f"{apart:.5f}"
                     allowed = noise.get(base, 0.0)
-                    if name == MIXED_RUN["name"]:
-                        allowed = max(allowed, moved.get(kind, 0.0))
+                    if name.endswith(PREFIXES):
+                        allowed = max(allowed, moved.get((run["runner"], kind), 0.0))
                     fine &= apart <= allowed
                 note = peer_note + (f"planned {run['planned']}" if run["planned"] else "")
                 if "drafts" in run:
                     fine &= run["drafts"] > 0 and run["accepted"] > 0
                     note += f" drafts {run['drafts']:.0f} accepted {run['accepted']:.0f}"
-                if name == MIXED_RUN["name"]:
+                note += f" runner {run['runner']}" + (" async" if run["async"] else "")
+                if name.endswith(PREFIXES):
                     cached = sum(one["cached"] for one in run[kind])
                     fine &= cached > 0 or kind in BOTH
                     note += f" prefix tokens {cached}"
@@ -217,13 +256,13 @@ def compared(arguments: argparse.Namespace, specs: list[dict[str, Any]], title: 
     """Runs `specs` with every head count, prints each head count's table as its last run ends and
     saves its runs."""
     heads, at_once = arguments.heads, arguments.jobs
-    base = [one["name"] for one in (REFERENCE, PEER, EAGER_RUN, MIXED_PEER)]
+    base = [REFERENCE["name"], PEER["name"], EAGER_RUN["name"], *MIXED_PEERS]
     draws = [f"draw {number}" for number in range(1, arguments.draws)]
     drawn = [one["name"] for one in (REFERENCE, PEER, EAGER_RUN)]
     specs = [
         one | {"kinds": one["kinds"] + draws} if one["name"] in drawn else one for one in specs
     ]
-    specs = [one for one in specs if one["name"] in base or arguments.only in one["name"]]
+    specs = [one for one in specs if one["name"] in base or re.search(arguments.only, one["name"])]
     jobs = {f"{count} heads, {one['name']}": (count, one) for one in specs for count in heads}
     runs: dict[int, dict[str, dict[str, Any]]] = {count: {} for count in heads}
     rows, good = {}, {}
@@ -237,9 +276,12 @@ def compared(arguments: argparse.Namespace, specs: list[dict[str, Any]], title: 
             rows[count], good[count] = compare(count, runs[count])
             print_table(HEAD, rows[count])
 
-    run_jobs(
-        {f"model of {count} heads": partial(model, count) for count in heads}, at_once, JOB_SECONDS
-    )
+    models = {f"model of {count} heads": partial(model, count) for count in heads}
+    if any("MTP" in one["name"] for one in specs):
+        models |= {
+            f"{name} with its drafter": partial(one, drafter=True) for name, one in models.items()
+        }
+    run_jobs(models, at_once, JOB_SECONDS)
     work = {name: partial(one_run, count, one) for name, (count, one) in jobs.items()}
     run_jobs(work, at_once, JOB_SECONDS, done)
     print_table(HEAD, [row for count in heads for row in rows[count]])
@@ -255,9 +297,13 @@ def accuracy(arguments: argparse.Namespace) -> bool:
         EAGER_RUN,
         spec("kbmla decode graphs", KBMLA, "fp8", BOTH, **DECODE_GRAPHS),
         spec("kbmla full graphs", KBMLA, "fp8", BOTH, **FULL_GRAPHS),
-        MIXED_PEER,
+        *MIXED_PEERS.values(),
         MIXED_RUN,
         spec("kbmla n-gram", KBMLA, "fp8", ["loop"], **speculative_graphs()),
+        spec("kbmla across layers", KBMLA, "fp8", BOTH, **DECODE_GRAPHS, **ACROSS_LAYERS),
+        spec("kbmla portable kernel", KBMLA, "fp8", BOTH, **DECODE_GRAPHS),
+        *MTP_RUNS,
+        *RUNNER_2,
     ]
     return compared(arguments, specs, "accuracy")
 
@@ -274,12 +320,16 @@ def dcp(arguments: argparse.Namespace) -> bool:
         }
         name = f"kbmla DCP 2, interleave {interleave}"
         specs.append(spec(name, KBMLA, "fp8", BOTH, **DECODE_GRAPHS, **ranks))
-        drafts = spec(f"{name}, n-gram", KBMLA, "fp8", ["loop"], **speculative_graphs(), **ranks)
-        if interleave > 1:
-            # vLLM 0.26's own prefill fails an assertion (reorg_kvcache) where a request without
-            # drafts has more context than one chunk and the chunk is no multiple of ranks *
-            # interleave: here 65,536 / 9, 11 or 12 such requests, rounded down to pages.
-            drafts["longest"] = 4000
-        specs.append(drafts)
+        for method, settings in (("n-gram", NGRAM), ("MTP", MTP)):
+            options = speculative_graphs(settings) | ranks
+            drafts = spec(f"{name}, {method}", KBMLA, "fp8", ["loop"], **options)
+            if interleave > 1:
+                # vLLM 0.26's own prefill fails an assertion (reorg_kvcache) where a request without
+                # drafts has more context than one chunk and the chunk is no multiple of ranks *
+                # interleave: here 65,536 / 9, 11 or 12 such requests, rounded down to pages.
+                drafts["longest"] = 4000
+            specs.append(drafts)
+        name += ", runner 2"
+        specs.append(spec(name, KBMLA, "fp8", ["loop"], **DECODE_GRAPHS, **ranks))
     specs = [REFERENCE, PEER, EAGER_RUN, *specs]
     return compared(arguments, specs, "dcp")

@@ -58,7 +58,17 @@ NGRAM = {
         "prompt_lookup_min": 2,
     }
 }
+# The model's own drafter, an MLA layer that decodes on kbmla too.
+MTP = {"speculative_config": {"method": "mtp", "num_speculative_tokens": 3}}
 MIXED = {"enable_prefix_caching": True, "max_num_batched_tokens": 1024}
+# Pages of all layers side by side.
+ACROSS_LAYERS = {
+    "kv_transfer_config": {
+        "kv_connector": "AcrossLayers",
+        "kv_connector_module_path": "across_layers",
+        "kv_role": "kv_both",
+    }
+}
 # Of an engine that shares its card: vLLM's memory profile refuses a card whose free memory grows
 # beside it, so the size of the cache is given.
 SIDE_BY_SIDE = {"gpu_memory_utilization": 0.03, "kv_cache_memory_bytes": 1 << 30}
@@ -69,12 +79,12 @@ def models() -> Path:
     return Path(tempfile.gettempdir()) / "kbmla-models"
 
 
-def model(heads: int, layers: int = 3) -> str:
+def model(heads: int, layers: int = 3, drafter: bool = False) -> str:
     """Folder of a tiny model, written when it is first asked for."""
-    path = models() / f"heads{heads}-layers{layers}"
+    path = models() / f"heads{heads}-layers{layers}{'-drafter' if drafter else ''}"
     if not path.exists():
         begun = path.with_suffix(f".{os.getpid()}")
-        write_model(begun, heads, layers, distinct=3)
+        write_model(begun, heads, layers, distinct=3, drafter=drafter)
         write_tokenizer(begun)
         with contextlib.suppress(OSError):  # another process was faster
             begun.rename(path)
@@ -91,6 +101,22 @@ def backend_name() -> str:
 
 # Query lengths that kbmla planned in this process, with the number of steps.
 planned: Counter[int] = Counter()
+
+
+def use_portable_kernel() -> None:
+    """From here on this process decodes as cards other than Hopper do."""
+    import functools
+
+    from kbmla import BalancedMla
+    from kbmla.vllm import buffers
+
+    buffers.BalancedMla = functools.partial(BalancedMla, backend="cuda")
+
+
+def use_runner(number: int) -> None:
+    """vLLM's first or second model runner, for the engines that follow in this process and its
+    children. The second takes neither logits processors nor n-gram drafts."""
+    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = str(number - 1)
 
 
 def count_plans() -> None:
@@ -114,12 +140,16 @@ def engine(path: str, backend: str, cache: str, **options: Any) -> Iterator[Any]
     from vllm import LLM
     from vllm.distributed import cleanup_dist_env_and_memory
 
+    name = backend_name() if backend == KBMLA else backend
+    if options.get("speculative_config", {}).get("method") == "mtp":
+        drafter = {"attention_backend": name}
+        options["speculative_config"] = options["speculative_config"] | drafter
     given = {
         "skip_tokenizer_init": True,
         "dtype": "bfloat16",
         "kv_cache_dtype": cache,
         "block_size": 64,
-        "attention_backend": backend_name() if backend == KBMLA else backend,
+        "attention_backend": name,
         "max_model_len": 16384,
         "max_num_seqs": 32,
         "num_gpu_blocks_override": 1024,
@@ -178,8 +208,8 @@ def prompts(loop: bool, draw: int = 0) -> list[list[int]]:
     return made
 
 
-def speculative_graphs() -> dict[str, Any]:
-    """Graphs of verification steps: four query tokens per request."""
+def speculative_graphs(drafts: dict[str, Any] = NGRAM) -> dict[str, Any]:
+    """Graphs of verification steps, four query tokens per request, and of a drafter's own."""
     settings = dict(DECODE_GRAPHS["compilation_config"])
-    settings["cudagraph_capture_sizes"] = [4 * size for size in SIZES]
-    return {"compilation_config": settings, **NGRAM}
+    settings["cudagraph_capture_sizes"] = sorted({*SIZES, *(4 * size for size in SIZES)})
+    return {"compilation_config": settings, **drafts}

@@ -30,11 +30,14 @@ def preload() -> None:
     """Imports what every engine needs, so that forks have it."""
     import torch
     import vllm.entrypoints.llm
+    import vllm.model_executor.models.deepseek_mtp
     import vllm.model_executor.models.deepseek_v2
     import vllm.v1.attention.backends.mla.flashmla
     import vllm.v1.engine.core
     import vllm.v1.engine.llm_engine
+    import vllm.v1.spec_decode.eagle
     import vllm.v1.spec_decode.ngram_proposer
+    import vllm.v1.worker.gpu.model_runner
     import vllm.v1.worker.gpu_worker  # noqa: F401
 
     import kbmla.vllm.backend  # noqa: F401

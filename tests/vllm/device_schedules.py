@@ -13,6 +13,7 @@ from device_engine import (
     DECODE_GRAPHS,
     KBMLA,
     MIXED,
+    MTP,
     SIDE_BY_SIDE,
     count_plans,
     cycle,
@@ -23,6 +24,7 @@ from device_engine import (
     print_table,
     save,
     speculative_graphs,
+    use_runner,
 )
 from device_jobs import preload, run_jobs
 from tiny_model import FIRST_TOKEN, VOCABULARY
@@ -35,7 +37,8 @@ SMALL = {"num_gpu_blocks_override": 100, "max_model_len": 4096}
 def run_seeds(options: dict[str, Any], seeds: list[int]) -> dict[str, Any]:
     """One engine that serves the schedules of `seeds` one after the other."""
     counts: Counter[str] = Counter()
-    with engine(model(16), KBMLA, "fp8", **SIDE_BY_SIDE, **options, **SMALL, **MIXED) as llm:
+    path = model(16, drafter=options.get("speculative_config") == MTP["speculative_config"])
+    with engine(path, KBMLA, "fp8", **SIDE_BY_SIDE, **options, **SMALL, **MIXED) as llm:
         for seed in seeds:
             schedule(llm, random.Random(seed), counts)
             counts["schedules"] += 1
@@ -45,11 +48,18 @@ def run_seeds(options: dict[str, Any], seeds: list[int]) -> dict[str, Any]:
 
 
 def schedules(arguments: argparse.Namespace) -> bool:
+    use_runner(arguments.runner)
     preload()
     count_plans()
-    work: dict[str, Any] = {"model of 16 heads": partial(model, 16)}
-    run_jobs(work, 1, SECONDS)
-    shares = {"graphs": (0.7, DECODE_GRAPHS), "n-gram": (0.3, speculative_graphs())}
+    work: dict[str, Any] = {
+        "model of 16 heads": partial(model, 16),
+        "model of 16 heads with its drafter": partial(model, 16, drafter=True),
+    }
+    run_jobs(work, 2, SECONDS)
+    shares = {"graphs": (0.6, DECODE_GRAPHS), "MTP": (0.4, speculative_graphs(MTP))}
+    if arguments.runner == 1:
+        shares["MTP"] = (0.2, speculative_graphs(MTP))
+        shares["n-gram"] = (0.2, speculative_graphs())
     work = {}
     for name, (share, options) in shares.items():
         seeds = list(range(round(arguments.number * share)))
@@ -73,7 +83,7 @@ def schedules(arguments: argparse.Namespace) -> bool:
         fine = counts["schedules"] == wanted and not counts["not finite"] and ended
         fine &= counts["preempted"] > 0 and counts["aborted"] > 0 and not errors
         verified = any(int(query_len) > 1 for query_len in plans)
-        fine &= verified == (name == "n-gram")
+        fine &= verified == (name != "graphs")
         rows.append(
             [name, f"{counts['schedules']}/{wanted}", counts["requests"], counts["finished"],
              counts["aborted"], counts["preempted"], counts["steps"], counts["values"],

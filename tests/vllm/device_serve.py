@@ -14,7 +14,16 @@ import time
 import traceback
 from typing import Any
 
-from device_engine import DECODE_GRAPHS, LENGTHS, backend_name, cycle, model, print_table, prompts
+from device_engine import (
+    DECODE_GRAPHS,
+    LENGTHS,
+    backend_name,
+    cycle,
+    model,
+    print_table,
+    prompts,
+    use_runner,
+)
 from device_jobs import LOGS
 from tiny_model import successor
 
@@ -24,6 +33,7 @@ def serve(arguments: argparse.Namespace) -> bool:
     import urllib.error
     import urllib.request
 
+    use_runner(arguments.runner)
     path, port = model(16), arguments.port
     command = [
         sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", path,

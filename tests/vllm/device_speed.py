@@ -13,7 +13,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
-from device_engine import DECODE_GRAPHS, KBMLA, SIZES, engine, model, print_table, save
+from device_engine import DECODE_GRAPHS, KBMLA, SIZES, engine, model, print_table, save, use_runner
 from device_jobs import FORK, Job, preload, run_jobs
 from tiny_model import FIRST_TOKEN, VOCABULARY
 
@@ -32,6 +32,7 @@ LOAD_SECONDS, MEASURE_SECONDS = 240, 60
 
 
 def speed(arguments: argparse.Namespace) -> bool:
+    use_runner(arguments.runner)
     preload()
     backends = [*arguments.beside, KBMLA]
     rows, good, kernels = [], True, {}

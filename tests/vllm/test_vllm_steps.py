@@ -116,6 +116,24 @@ def test_padded_requests(tmp_path, q):
     assert_empty_rows(tail, torch.full(tail.shape[:-1], -torch.inf), empty)
 
 
+@pytest.mark.parametrize("q", [1, 2, 4])
+def test_more_padded_requests_than_padded_tokens(tmp_path, q):
+    """The second model runner pads pieces of a graph to one request per token, so the tokens are
+    not q times the requests: q is that of the requests that are there."""
+    engine = Engine(tmp_path, **drafts(q - 1))
+    batch, padding = make_batch(LENGTHS, 16, q), 6
+    requests = (len(LENGTHS) + padding) * q
+    padded = replace(
+        step(batch, requests - len(LENGTHS)), num_actual_tokens=requests, max_query_len=q
+    )
+    metadata = engine.builder.build(0, padded)
+    assert metadata.num_decodes == requests
+    assert metadata.decode.query_len == q
+    out, _ = engine.run(batch, metadata, padding)
+    assert_out(out[: len(LENGTHS)], batch)
+    assert not out[len(LENGTHS) :].any()
+
+
 def test_prefill_beside_decode(tmp_path):
     engine = Engine(tmp_path)
     batch = make_batch(LENGTHS, 16, 1)
@@ -303,11 +321,12 @@ def test_layers_share_and_engines_do_not_leak(tmp_path):
 
 def test_uneven_step_is_refused(tmp_path):
     engine = Engine(tmp_path)
-    with pytest.raises(RuntimeError, match="same number of query tokens"):
+    with pytest.raises(RuntimeError, match="expected 2 query tokens for each of up to 3 requests"):
         engine.builder._build_decode(
             block_table_tensor=torch.zeros(3, 4, dtype=torch.int32),
             seq_lens_device=torch.ones(3, dtype=torch.int32),
-            num_decode_tokens=4,
+            query_start_loc_cpu=torch.tensor([0, 2, 4, 5], dtype=torch.int32),
+            num_decode_tokens=5,
             dcp_tot_seq_lens_device=None,
         )
 
