@@ -107,6 +107,60 @@ def expand(
         begin = end
 
 
+def count_rejected(
+    ends: torch.Tensor,
+    valid: torch.Tensor,
+    starts: torch.Tensor,
+    places: torch.Tensor,
+    rejected: torch.Tensor,
+    requests: int,
+) -> None:
+    """Of each request its rejected drafts and the place of its last valid token, which a drafter
+    goes on from. `ends` are those of the drafts, `valid` counts the bonus token too."""
+    drafts = ends.diff(prepend=ends.new_zeros(1))
+    rejected.copy_(torch.where(drafts > 0, drafts + 1 - valid, 0))
+    places.copy_(starts[1 : requests + 1] - 1 - rejected)
+
+
+def last_valid(
+    sampled: torch.Tensor,
+    discarded: torch.Tensor,
+    backup: torch.Tensor,
+    tokens: torch.Tensor,
+    valid: torch.Tensor,
+    vocabulary: int,
+    *_: int,
+) -> None:
+    """Of each request its valid sampled tokens (rejected ones are -1) and the last of them, or the
+    backup token where there is none."""
+    fine = (sampled >= 0) & (sampled < vocabulary)
+    count = fine.sum(1) * ~discarded[: len(fine)]
+    last = sampled.gather(1, (count - 1).clamp(min=0)[:, None])[:, 0]
+    valid.copy_(count)
+    tokens.copy_(torch.where(count > 0, last, backup[: len(fine)]))
+
+
+def step_drafter(
+    positions: torch.Tensor,
+    block_table: torch.Tensor,
+    lengths: torch.Tensor,
+    next_positions: torch.Tensor,
+    slots: torch.Tensor,
+    block: int,
+    longest: int,
+    no_slot: int,
+) -> None:
+    """One more token for each request of a drafter; the requests here stay below `longest`."""
+    requests = len(positions)
+    place = positions + 1
+    assert place.max() < longest
+    pages = block_table[torch.arange(requests), place // block].long()
+    slots.fill_(no_slot)
+    slots[:requests] = pages * block + place % block
+    next_positions.copy_(place)
+    lengths += 1
+
+
 def plain_linear(layer: Any, remove_weight: bool = True) -> None:
     layer.cpu_linear = lambda x, weight, bias: torch.nn.functional.linear(x, layer.weight, bias)
 
@@ -136,6 +190,9 @@ def install(backend: Any) -> None:
     kernels.compute_slot_mapping_kernel_impl = map_slots
     kernels.rejection_greedy_sample_kernel_impl = accept_greedy
     kernels.expand_kernel_impl = expand
+    kernels.eagle_prepare_inputs_padded_kernel_impl = count_rejected
+    kernels.eagle_prepare_next_token_padded_kernel_impl = last_valid
+    kernels.eagle_step_slot_mapping_metadata_kernel_impl = step_drafter
     # Of random sampling, which only the warm-up does.
     kernels.sample_recovered_tokens_kernel_impl = lambda *_: None
     kernels.rejection_random_sample_kernel_impl = lambda *_: None

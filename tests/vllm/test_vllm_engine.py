@@ -31,7 +31,7 @@ BOUND = 0.03
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("engine") / "model"
-    write_model(path, HEADS, LAYERS)
+    write_model(path, HEADS, LAYERS, drafter=True)  # which only runs that ask for it load
     return path
 
 
@@ -64,17 +64,29 @@ def mean_difference(checkpoint: Path, prompts: list, runs: list) -> float:
     return every.mean().item()
 
 
-@pytest.mark.parametrize(("mode", "planned"), [("forced", 1), ("ngram", 4)])
-def test_log_probabilities(checkpoint, tmp_path, mode, planned):
+@pytest.mark.parametrize("mode", ["forced", "ngram", "mtp"])
+def test_log_probabilities(checkpoint, tmp_path, mode):
     answer = run(checkpoint, mode, tmp_path)
-    assert answer["planned"].keys() == {str(planned)}
     found = mean_difference(checkpoint, answer["prompts"], answer["runs"])
     print(f"mean |difference| {found:.4f}")
     assert found <= BOUND
+    target, *drafter = [one["planned"].keys() for one in answer["builders"]]
+    # Each builder plans with a BalancedMla of its own, and all were made with the layers.
+    assert [one["mla"] for one in answer["builders"]] == list(range(answer["prepared"]))
+    if mode == "forced":
+        assert (target, drafter) == ({"1"}, [])
+        return
+    for prompt, one in zip(answer["prompts"], answer["runs"], strict=True):
+        followed = [prompt[-1], *one["tokens"]]
+        assert followed[1:] == [successor(token) for token in followed[:-1]]
+    assert answer["accepted"] > 0
     if mode == "ngram":
-        for prompt, one in zip(answer["prompts"], answer["runs"], strict=True):
-            followed = [prompt[-1], *one["tokens"]]
-            assert followed[1:] == [successor(token) for token in followed[:-1]]
+        assert (target, drafter) == ({"4"}, [])
+    else:
+        assert answer["drafts"] > answer["accepted"]
+        # The prompt of three tokens is a decode step too. A drafter reads what was verified, then
+        # goes on token by token.
+        assert (target, drafter) == ({"3", "4"}, [{"1", "3", "4"}])
 
 
 def test_random_schedules(checkpoint, tmp_path):
