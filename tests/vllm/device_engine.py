@@ -99,12 +99,6 @@ def backend_name() -> str:
     return backend_name(AttentionBackendEnum)
 
 
-def mtp() -> dict[str, Any]:
-    """Options of an engine whose model brings a drafter, which decodes with kbmla too."""
-    settings = {"method": "mtp", "num_speculative_tokens": 3, "attention_backend": backend_name()}
-    return {"speculative_config": settings}
-
-
 # Query lengths that kbmla planned in this process, with the number of steps.
 planned: Counter[int] = Counter()
 

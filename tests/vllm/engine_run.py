@@ -73,7 +73,7 @@ def main(path: str, mode: str, answer: str) -> None:
     if mode == "ngram":
         options |= device_engine.NGRAM
     elif mode == "mtp":
-        options |= device_engine.mtp()
+        options |= device_engine.MTP
     else:
         options["logits_processors"] = ["forced_tokens:ForcedTokens"]
     if mode == "schedules":
