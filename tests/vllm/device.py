@@ -4,6 +4,7 @@ a line of it fails.
 
     device.py accuracy [--heads 16 20 64 128]   forced tokens' log-probabilities, to a BF16 cache's
     device.py dcp [--heads 16 64]               the same on two GPUs: TP 2, and TP 2 with DCP 2
+        --heads 20 --nope 192 --value 256       either with the heads of GLM-4.7-Flash
     device.py schedules [--number 200]          random arrivals, aborts and preemptions
     device.py speed [--heads 64]                output tokens per second, attention time per step
     device.py serve                             `vllm serve` and the OpenAI client
@@ -33,6 +34,8 @@ def main() -> int:
         if function is not speed:
             part.add_argument("--jobs", type=int, default=12, help="engines at once")
             part.add_argument("--only", default="", help="kbmla's runs whose name matches this")
+            part.add_argument("--nope", type=int, default=128, help="dimensions without rotation")
+            part.add_argument("--value", type=int, default=128, help="dimensions of a value")
             # The comparison that many draws are for is the same in both parts.
             draws = 12 if function is accuracy else 1
             part.add_argument(

@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import re
 import statistics
+from collections.abc import Callable
 from functools import partial
 from itertools import compress
 from typing import Any
@@ -87,7 +88,7 @@ def generate(llm: Any, kind: str, longest: int | None = None) -> list[dict[str, 
     return results
 
 
-def one_run(heads: int, spec: dict[str, Any]) -> dict[str, Any]:
+def one_run(model_path: Callable[..., str], spec: dict[str, Any]) -> dict[str, Any]:
     """Loads one engine and lets it generate the kinds that `spec` names, in its order."""
     options = SIDE_BY_SIDE | spec["options"]
     if "forced" in spec["kinds"]:
@@ -97,7 +98,7 @@ def one_run(heads: int, spec: dict[str, Any]) -> dict[str, Any]:
         use_portable_kernel()
     planned.clear()
     run: dict[str, Any] = {}
-    path = model(heads, drafter="MTP" in spec["name"])
+    path = model_path(drafter="MTP" in spec["name"])
     with engine(path, spec["backend"], spec["cache"], **options) as llm:
         config = llm.llm_engine.vllm_config
         run["runner"] = 1 + config.use_v2_model_runner
@@ -276,13 +277,15 @@ def compared(arguments: argparse.Namespace, specs: list[dict[str, Any]], title: 
             rows[count], good[count] = compare(count, runs[count])
             print_table(HEAD, rows[count])
 
-    models = {f"model of {count} heads": partial(model, count) for count in heads}
+    dimensions = {"nope": arguments.nope, "value": arguments.value}
+    paths = {count: partial(model, count, **dimensions) for count in heads}
+    models = {f"model of {count} heads": path for count, path in paths.items()}
     if any("MTP" in one["name"] for one in specs):
         models |= {
-            f"{name} with its drafter": partial(one, drafter=True) for name, one in models.items()
+            f"{name} with its drafter": partial(path, drafter=True) for name, path in models.items()
         }
     run_jobs(models, at_once, JOB_SECONDS)
-    work = {name: partial(one_run, count, one) for name, (count, one) in jobs.items()}
+    work = {name: partial(one_run, paths[count], one) for name, (count, one) in jobs.items()}
     run_jobs(work, at_once, JOB_SECONDS, done)
     print_table(HEAD, [row for count in heads for row in rows[count]])
     return all(good.values())

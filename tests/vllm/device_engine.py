@@ -79,12 +79,14 @@ def models() -> Path:
     return Path(tempfile.gettempdir()) / "kbmla-models"
 
 
-def model(heads: int, layers: int = 3, drafter: bool = False) -> str:
-    """Folder of a tiny model, written when it is first asked for."""
-    path = models() / f"heads{heads}-layers{layers}{'-drafter' if drafter else ''}"
+def model(heads: int, layers: int = 3, **options: Any) -> str:
+    """Folder of a tiny model, written with these options of write_model when it is first asked
+    for."""
+    name = "-".join(f"{key}{value}" for key, value in sorted(options.items()))
+    path = models() / f"heads{heads}-layers{layers}-{name}"
     if not path.exists():
         begun = path.with_suffix(f".{os.getpid()}")
-        write_model(begun, heads, layers, distinct=3, drafter=drafter)
+        write_model(begun, heads, layers, distinct=3, **options)
         write_tokenizer(begun)
         with contextlib.suppress(OSError):  # another process was faster
             begun.rename(path)

@@ -79,11 +79,13 @@ def cuda_platform() -> Any:
     return CudaPlatformBase
 
 
-def engine_config(folder: Path, heads: int = 16, **arguments: Any) -> Any:
-    """The engine's configuration for a tiny model of `heads` heads, as vLLM makes it."""
-    path = folder / f"model{heads}"
+def engine_config(
+    folder: Path, heads: int = 16, nope: int = 128, value: int = 128, **arguments: Any
+) -> Any:
+    """The engine's configuration for a tiny model of these dimensions, as vLLM makes it."""
+    path = folder / f"model{heads}-{nope}-{value}"
     if not path.exists():
-        write_model(path, heads, layers=1)
+        write_model(path, heads, layers=1, nope=nope, value=value)
     given = {
         "dtype": "bfloat16",
         "kv_cache_dtype": "fp8",
@@ -96,20 +98,28 @@ def engine_config(folder: Path, heads: int = 16, **arguments: Any) -> Any:
     return EngineArgs(model=str(path), skip_tokenizer_init=True, **given).create_engine_config()
 
 
-def make_layer(config: Any, backend: Any, heads: int, folder: Path, scale: float) -> Any:
+def make_layer(
+    config: Any,
+    backend: Any,
+    heads: int,
+    folder: Path,
+    scale: float,
+    nope: int = 128,
+    value: int = 128,
+) -> Any:
     """vLLM's MLA layer of `heads` heads with `backend`, its parallel groups of one process made."""
     with set_current_vllm_config(config):
         init_distributed_environment(1, 0, f"file://{folder}/rendezvous", 0, backend="gloo")
         ensure_model_parallel_initialized(1, 1)
         torch.set_default_dtype(torch.bfloat16)
         try:
-            up = ColumnParallelLinear(512, heads * 256, bias=False)
+            up = ColumnParallelLinear(512, heads * (nope + value), bias=False)
             return mla_attention.MLAAttention(
                 num_heads=heads,
                 scale=scale,
-                qk_nope_head_dim=128,
+                qk_nope_head_dim=nope,
                 qk_rope_head_dim=64,
-                v_head_dim=128,
+                v_head_dim=value,
                 q_lora_rank=None,
                 kv_lora_rank=512,
                 kv_b_proj=up,

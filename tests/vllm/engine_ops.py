@@ -34,8 +34,8 @@ class TorchPrefill(engine_cpu.NoPrefill):
     def run_prefill_new_tokens(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any, out: Any = None, **__: Any
     ) -> torch.Tensor:
-        """q, k: [tokens, heads, 192]; v: [tokens, heads, 128]; the result is like v, with q's
-        dtype."""
+        """q, k: [tokens, heads, dimensions]; v: its own dimensions; the result is like v, with
+        q's dtype."""
         result = torch.empty(v.shape, dtype=q.dtype) if out is None else out.view(v.shape)
         for begin, end in zip(self.starts, self.starts[1:], strict=False):
             mine = [part[begin:end].float().transpose(0, 1) for part in (q, k, v)]

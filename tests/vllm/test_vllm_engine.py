@@ -89,6 +89,16 @@ def test_log_probabilities(checkpoint, tmp_path, mode):
         assert (target, drafter) == ({"3", "4"}, [{"1", "3", "4"}])
 
 
+def test_head_dimensions_of_glm(tmp_path):
+    """Heads of 192 + 64 dimensions and values of 256, which vLLM absorbs as it does DeepSeek's."""
+    checkpoint = tmp_path / "model"
+    write_model(checkpoint, 20, LAYERS, nope=192, value=256)
+    answer = run(checkpoint, "forced", tmp_path)
+    found = mean_difference(checkpoint, answer["prompts"], answer["runs"])
+    print(f"mean |difference| {found:.4f}")
+    assert found <= BOUND
+
+
 def test_random_schedules(checkpoint, tmp_path):
     counts = run(checkpoint, "schedules", tmp_path)
     assert counts["not finite"] == 0

@@ -53,9 +53,10 @@ def drafts(number: int) -> dict:
 class Engine:
     """A layer and its builder."""
 
-    def __init__(self, folder, heads: int = 16, **arguments):
-        self.config = engine_config(folder, heads, **arguments)
-        self.layer = make_layer(self.config, KbmlaBackend, heads, folder, SCALE)
+    def __init__(self, folder, heads: int = 16, nope: int = 128, value: int = 128, **arguments):
+        self.config = engine_config(folder, heads, nope, value, **arguments)
+        scale = (nope + 64) ** -0.5
+        self.layer = make_layer(self.config, KbmlaBackend, heads, folder, scale, nope, value)
         self.impl = self.layer.impl
         self.builder = make_builder(self.config, self.layer, KbmlaBackend)
 
@@ -361,29 +362,34 @@ def test_what_vllm_reads_off_the_classes():
         assert KbmlaBackend.indexes_kv_by_block_stride()
 
 
-def test_whole_layer(tmp_path):
+@pytest.mark.parametrize(
+    ("heads", "nope", "value"), [(16, 128, 128), (20, 192, 256)], ids=["deepseek", "glm"]
+)
+def test_whole_layer(tmp_path, heads, nope, value):
     """vLLM's layer from q to output: absorption, FP8 query, our decode, up-projection."""
-    engine = Engine(tmp_path)
+    engine = Engine(tmp_path, heads, nope, value)
     layer = engine.layer
     with torch.no_grad():
         layer.kv_b_proj.weight.normal_(std=512**-0.5)
     layer.process_weights_after_loading(torch.bfloat16)
-    batch = make_batch(LENGTHS, 16, 1)
+    batch = make_batch(LENGTHS, heads, 1)
     metadata = engine.builder.build(0, step(batch))
-    q = torch.randn(len(LENGTHS), 16, 192, dtype=torch.bfloat16)
-    output = torch.full((len(LENGTHS), 16 * 128), torch.nan, dtype=torch.bfloat16)
+    q = torch.randn(len(LENGTHS), heads, nope + 64, dtype=torch.bfloat16)
+    output = torch.full((len(LENGTHS), heads * value), torch.nan, dtype=torch.bfloat16)
     nothing = torch.zeros(len(LENGTHS), 512, dtype=torch.bfloat16)
     layer.forward_impl(
         q, nothing, nothing[:, None, :64], batch.cache.view(torch.uint8), metadata, output=output
     )
-    w = layer.kv_b_proj.weight.detach().double().view(16, 256, 512)
-    latent = torch.einsum("thn,hnl->thl", q[..., :128].double(), w[:, :128])
-    query = torch.cat([latent, q[..., 128:].double()], -1).to(torch.bfloat16)
+    w = layer.kv_b_proj.weight.detach().double().view(heads, nope + value, 512)
+    latent = torch.einsum("thn,hnl->thl", q[..., :nope].double(), w[:, :nope])
+    query = torch.cat([latent, q[..., nope:].double()], -1).to(torch.bfloat16)
     absorbed = replace(
-        batch, query=query.float().to(batch.query.dtype)[:, None], scales=(SCALE, 1.0)
+        batch,
+        query=query.float().to(batch.query.dtype)[:, None],
+        scales=((nope + 64) ** -0.5, 1.0),
     )
     ref, _ = truth(absorbed)
-    ref = torch.einsum("thl,hvl->thv", ref[:, 0].double(), w[:, 128:]).flatten(1)
+    ref = torch.einsum("thl,hvl->thv", ref[:, 0].double(), w[:, nope:]).flatten(1)
     assert output.isfinite().all()
     # A projection of out errs by as much in the norm; the layer's BF16 is inside the margin.
     assert norm_error(output, ref) <= NORM_BOUND

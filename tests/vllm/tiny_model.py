@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Writes small random checkpoints of DeepSeek-V3's shape that vLLM loads: dense MLPs, true MLA
-dimensions (512 + 64), any number of heads.
+dimensions (512 + 64), any number of heads and head dimensions before absorption.
 
 The output head prefers, after token t, the token `successor(t)`: it walks cycles of CYCLE tokens.
 So greedy continuations repeat, as n-gram speculation needs, and backends agree on them, while the
@@ -47,10 +47,14 @@ def write_model(
     seed: int = 0,
     distinct: int | None = None,
     drafter: bool = False,
+    nope: int = 128,
+    value: int = 128,
 ) -> None:
     """Writes config.json and model.safetensors of `heads` query heads to the new folder `path`.
     Layers from `distinct` on repeat the earlier ones, since drawing them takes most of the time.
-    `drafter` adds one layer of multi-token prediction; the model's own weights are the same."""
+    `drafter` adds one layer of multi-token prediction; the model's own weights are the same.
+    `nope` and `value`: dimensions of a head without rotation and of its value, as DeepSeek V3 has
+    them; GLM-4.7-Flash has 192 and 256."""
     from safetensors.torch import save_file
 
     path = Path(path)
@@ -69,9 +73,9 @@ def write_model(
         "num_key_value_heads": heads,
         "kv_lora_rank": 512,
         "q_lora_rank": None,
-        "qk_nope_head_dim": 128,
+        "qk_nope_head_dim": nope,
         "qk_rope_head_dim": 64,
-        "v_head_dim": 128,
+        "v_head_dim": value,
         "max_position_embeddings": 163840,
         "rope_theta": 10000.0,
         "rms_norm_eps": 1e-6,
@@ -115,11 +119,11 @@ def write_model(
         return {
             "input_layernorm.weight": torch.ones(hidden),
             "post_attention_layernorm.weight": torch.ones(hidden),
-            "self_attn.q_proj.weight": normal(heads * 192, hidden, 1.5),
+            "self_attn.q_proj.weight": normal(heads * (nope + 64), hidden, 1.5),
             "self_attn.kv_a_proj_with_mqa.weight": normal(576, hidden),
             "self_attn.kv_a_layernorm.weight": torch.ones(512),
-            "self_attn.kv_b_proj.weight": normal(heads * 256, 512),
-            "self_attn.o_proj.weight": normal(hidden, heads * 128, 2.0),
+            "self_attn.kv_b_proj.weight": normal(heads * (nope + value), 512),
+            "self_attn.o_proj.weight": normal(hidden, heads * value, 2.0),
             "mlp.gate_proj.weight": normal(inner, hidden),
             "mlp.up_proj.weight": normal(inner, hidden),
             "mlp.down_proj.weight": normal(hidden, inner, 0.5),
