@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's whole engine, scheduler to sampler, decoding with kbmla on the CPU, against transformers.
 
-Each run is a process of its own (engine_run.py); engine_ops.py says what stands in for kernels that
-a wheel for CUDA does not hold. Whole prompts are prefilled: chunks and prefixes need a GPU.
+Each run is a process of its own (engine_run.py, example_run.py); engine_ops.py says what stands in
+for kernels that a wheel for CUDA does not hold. Whole prompts are prefilled: chunks and prefixes
+need a GPU.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import pytest
 pytest.importorskip("vllm.version", reason="vLLM is not installed; see make test-vllm")
 
 import torch
-from tiny_model import successor, write_model
+from tiny_model import successor, write_model, write_tokenizer
 from transformers import AutoModelForCausalLM
 
 HEADS, LAYERS = 16, 2
@@ -32,20 +33,25 @@ BOUND = 0.03
 def checkpoint(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("engine") / "model"
     write_model(path, HEADS, LAYERS, drafter=True)  # which only runs that ask for it load
+    write_tokenizer(path)
     return path
 
 
-def run(checkpoint: Path, mode: str, tmp_path: Path) -> dict:
-    answer = tmp_path / "answer.json"
-    script = Path(__file__).with_name("engine_run.py")
+def execute(script: str, *arguments: str) -> subprocess.CompletedProcess:
     done = subprocess.run(
-        [sys.executable, str(script), str(checkpoint), mode, str(answer)],
+        [sys.executable, str(Path(__file__).with_name(script)), *arguments],
         capture_output=True,
         text=True,
         timeout=300,
         env=os.environ | {"HF_HUB_OFFLINE": "1"},
     )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    return done
+
+
+def run(checkpoint: Path, mode: str, tmp_path: Path) -> dict:
+    answer = tmp_path / "answer.json"
+    execute("engine_run.py", str(checkpoint), mode, str(answer))
     return json.loads(answer.read_text())
 
 
@@ -105,3 +111,19 @@ def test_random_schedules(checkpoint, tmp_path):
     assert counts["preempted"] > 0
     assert counts["aborted"] > 0
     assert counts["finished"] + counts["aborted"] == counts["requests"]
+
+
+def test_offline_example(checkpoint):
+    """Both of its engines answer, each with the backend that it names."""
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    from kbmla.vllm.releases import backend_name
+
+    settings = ["--requests", "4", "--prompt", "40", "--output", "8"]
+    done = execute("example_run.py", str(checkpoint), *settings)
+    asked = [line.split()[1] for line in done.stderr.splitlines() if line.startswith("SELECTED")]
+    assert asked == ["None", backend_name(AttentionBackendEnum)]
+    rows = [line.split() for line in done.stdout.splitlines() if "output tokens/s" in line]
+    assert [row[0] for row in rows] == ["default", "kbmla"]
+    assert all(float(row[1]) > 0 for row in rows)
+    assert rows[0][-1] == "1.00x"
