@@ -2,6 +2,8 @@
 """vLLM 0.26.0 on kbmla end to end, on one GPU or two. A short table comes last; exit status 1 when
 a line of it fails.
 
+    device.py all                               every part below as it is by default, dcp where two
+                                                GPUs are visible
     device.py accuracy [--heads 16 20 64 128]   forced tokens' log-probabilities, to a BF16 cache's
     device.py dcp [--heads 16 64]               the same on two GPUs: TP 2, and TP 2 with DCP 2
         --heads 20 --nope 192 --value 256       either with the heads of GLM-4.7-Flash
@@ -17,17 +19,41 @@ from __future__ import annotations
 
 import argparse
 import signal
+import subprocess
 import sys
+import time
 
+import torch
 from device_accuracy import accuracy, dcp
+from device_engine import print_table
 from device_schedules import schedules
 from device_serve import serve
 from device_speed import BESIDE, speed
 
 
+def run_all(arguments: argparse.Namespace) -> bool:
+    """Each part in a process of its own: they change vLLM's classes before they fork engines."""
+    parts = [accuracy, schedules, serve, speed, dcp]
+    rows = []
+    for name in [part.__name__ for part in parts]:
+        if name == "dcp" and torch.cuda.device_count() < 2:
+            rows.append([name, "not run, needs two GPUs", "-"])
+            continue
+        began = time.time()
+        process = subprocess.Popen([sys.executable, __file__, name])
+        try:
+            status = process.wait()
+        finally:
+            process.terminate()
+        rows.append([name, "FAIL" if status else "ok", f"{time.time() - began:.0f}"])
+    print_table(["part", "", "seconds"], rows)
+    return all(row[1] != "FAIL" for row in rows)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parts = parser.add_subparsers(required=True)
+    parts.add_parser("all").set_defaults(run=run_all)
     for function, heads in ((accuracy, [16, 20, 64, 128]), (dcp, [16, 64]), (speed, [64])):
         part = parts.add_parser(function.__name__)
         part.add_argument("--heads", type=int, nargs="+", default=heads)

@@ -3,14 +3,17 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 import time
 
+import device
 import device_accuracy
 import device_jobs
 import device_speed
 import pytest
+import torch
 
 
 @pytest.fixture(autouse=True)
@@ -92,3 +95,21 @@ def test_excess_takes_a_prompt_as_one_observation():
 def test_forced_prompts_are_those_of_all_draws():
     drawn = {"forced": run([0.0]), "loop": run([1.0]), "draw 1": run([2.0], [3.0])}
     assert [one["lp"] for one in device_accuracy.forced_prompts(drawn)] == [[0.0], [2.0], [3.0]]
+
+
+@pytest.mark.parametrize(("gpus", "fails", "good"), [(1, "none", True), (2, "serve", False)])
+def test_all_parts(tmp_path, monkeypatch, capfd, gpus, fails, good):
+    """One that fails does not keep the others from running."""
+    script = tmp_path / "part.py"
+    script.write_text(f"import sys; print('ran', sys.argv[1]); sys.exit(sys.argv[1] == {fails!r})")
+    monkeypatch.setattr(device, "__file__", str(script))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(sys, "argv", ["device.py", "all"])
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    assert device.main() == (0 if good else 1)
+    lines = capfd.readouterr().out.splitlines()
+    parts = ["accuracy", "schedules", "serve", "speed", *(["dcp"] if gpus > 1 else [])]
+    assert [line.split()[1] for line in lines if line.startswith("ran")] == parts
+    table = [line.split()[:2] for line in lines[-5:]]
+    expected = {"dcp": "ok" if gpus > 1 else "not", fails: "FAIL"}
+    assert table == [[part, expected.get(part, "ok")] for part in [*parts[:4], "dcp"]]
