@@ -2,14 +2,14 @@
 """vLLM 0.26.0 on kbmla end to end, on one GPU or two. A short table comes last; exit status 1 when
 a line of it fails.
 
-    device.py all                               every part below as it is by default, dcp where two
-                                                GPUs are visible
+    device.py all                               every line below, dcp where two GPUs are visible
     device.py accuracy [--heads 16 20 64 128]   forced tokens' log-probabilities, to a BF16 cache's
     device.py dcp [--heads 16 64]               the same on two GPUs: TP 2, and TP 2 with DCP 2
         --heads 20 --nope 192 --value 256       either with the heads of GLM-4.7-Flash
     device.py schedules [--number 200]          random arrivals, aborts and preemptions
     device.py speed [--heads 64]                output tokens per second, attention time per step
     device.py serve                             `vllm serve` and the OpenAI client
+        --runner 2                              these three with vLLM's second model runner
 
 pack.sh and unpack.sh bring what is needed to a machine without network. $OUT, if set, gets a JSON
 file of each run's numbers.
@@ -31,21 +31,33 @@ from device_serve import serve
 from device_speed import BESIDE, speed
 
 
+ALL = [
+    "accuracy",
+    "accuracy --heads 20 --nope 192 --value 256",
+    "schedules",
+    "schedules --runner 2",
+    "speed",
+    "speed --runner 2",
+    "serve",
+    "serve --runner 2",
+    "dcp",
+]
+
+
 def run_all(arguments: argparse.Namespace) -> bool:
     """Each part in a process of its own: they change vLLM's classes before they fork engines."""
-    parts = [accuracy, schedules, serve, speed, dcp]
     rows = []
-    for name in [part.__name__ for part in parts]:
-        if name == "dcp" and torch.cuda.device_count() < 2:
-            rows.append([name, "not run, needs two GPUs", "-"])
+    for part in ALL:
+        if part == "dcp" and torch.cuda.device_count() < 2:
+            rows.append([part, "not run, needs two GPUs", "-"])
             continue
         began = time.time()
-        process = subprocess.Popen([sys.executable, __file__, name])
+        process = subprocess.Popen([sys.executable, __file__, *part.split()])
         try:
             status = process.wait()
         finally:
             process.terminate()
-        rows.append([name, "FAIL" if status else "ok", f"{time.time() - began:.0f}"])
+        rows.append([part, "FAIL" if status else "ok", f"{time.time() - began:.0f}"])
     print_table(["part", "", "seconds"], rows)
     return all(row[1] != "FAIL" for row in rows)
 
@@ -77,7 +89,7 @@ def main() -> int:
     part = parts.add_parser("serve")
     part.add_argument("--port", type=int, default=8011)
     part.set_defaults(run=serve)
-    for name in ("speed", "schedules", "serve"):
+    for name in ("schedules", "speed", "serve"):
         parts.choices[name].add_argument(
             "--runner", type=int, choices=(1, 2), default=1, help="vLLM's model runner"
         )

@@ -97,19 +97,24 @@ def test_forced_prompts_are_those_of_all_draws():
     assert [one["lp"] for one in device_accuracy.forced_prompts(drawn)] == [[0.0], [2.0], [3.0]]
 
 
-@pytest.mark.parametrize(("gpus", "fails", "good"), [(1, "none", True), (2, "serve", False)])
+@pytest.mark.parametrize(
+    ("gpus", "fails", "good"), [(1, "none", True), (2, "serve --runner 2", False)]
+)
 def test_all_parts(tmp_path, monkeypatch, capfd, gpus, fails, good):
     """One that fails does not keep the others from running."""
     script = tmp_path / "part.py"
-    script.write_text(f"import sys; print('ran', sys.argv[1]); sys.exit(sys.argv[1] == {fails!r})")
+    script.write_text(
+        f"import sys; print('ran', *sys.argv[1:]); sys.exit(' '.join(sys.argv[1:]) == {fails!r})"
+    )
     monkeypatch.setattr(device, "__file__", str(script))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setattr(sys, "argv", ["device.py", "all"])
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     assert device.main() == (0 if good else 1)
     lines = capfd.readouterr().out.splitlines()
-    parts = ["accuracy", "schedules", "serve", "speed", *(["dcp"] if gpus > 1 else [])]
-    assert [line.split()[1] for line in lines if line.startswith("ran")] == parts
-    table = [line.split()[:2] for line in lines[-5:]]
-    expected = {"dcp": "ok" if gpus > 1 else "not", fails: "FAIL"}
-    assert table == [[part, expected.get(part, "ok")] for part in [*parts[:4], "dcp"]]
+    ran = [line.removeprefix("ran ") for line in lines if line.startswith("ran ")]
+    assert ran == (device.ALL if gpus > 1 else device.ALL[:-1])
+    expected = {"dcp": "ok" if gpus > 1 else "not run, needs two GPUs", fails: "FAIL"}
+    for part, line in zip(device.ALL, lines[-len(device.ALL) :], strict=True):
+        assert line.startswith(part)
+        assert line.removeprefix(part).strip().startswith(expected.get(part, "ok"))
