@@ -30,7 +30,6 @@ from device_schedules import schedules
 from device_serve import serve
 from device_speed import BESIDE, speed
 
-
 ALL = [
     "accuracy",
     "accuracy --heads 20 --nope 192 --value 256",
