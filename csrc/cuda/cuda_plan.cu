@@ -8,7 +8,8 @@
  *   lane = candidate:    how it cuts each request, summed up
  *   warp = candidate:    its price, lane = class; the cheapest wins
  *   thread = group:      splits ranked by length, a counting sort
- *   thread = rank:       the list
+ *   thread = split:      put at its rank
+ *   thread = entry:      the list
  *
  * A plan is a matter of microseconds, in which every dependent instruction and every line of code
  * that is fetched for the first time counts: loops are kept rolled, warps without work skip all but
@@ -24,9 +25,9 @@ enum {
     MAX_WARPS = 32,
     MAX_PAIRS = 4096,  /* of a candidate and a request */
     MAX_LISTED = 2048, /* splits whose order is kept in shared memory */
-    PITCH = 17,        /* of the sums of a class: lanes are candidates, then classes */
+    PITCH = 33,        /* of the sums of a class: one for each lane that adds, read by class */
     BLOCK = 4,         /* warps whose classes are summed up */
-    FEW = 4            /* splits that a group's own thread lists */
+    UNCUT_SHIFT = 20   /* splits and, above them, uncut requests in one sum */
 };
 
 struct plan_params {
@@ -41,16 +42,23 @@ struct plan_params {
 
 struct plan_smem {
     /* Zero at first, up to `request`. */
-    int32_t class_splits[KBMLA_PLAN_PRICE_CLASSES * PITCH];
-    int32_t class_weight[KBMLA_PLAN_PRICE_CLASSES * PITCH];
-    int32_t slots[KBMLA_PLAN_MAX_CANDIDATES];
+    union {
+        struct {
+            int32_t class_splits[KBMLA_PLAN_PRICE_CLASSES * PITCH];
+            int32_t class_weight[KBMLA_PLAN_PRICE_CLASSES * PITCH];
+        };
+        int32_t listed[MAX_LISTED]; /* after the prices: splits by rank, batch << 8 | split */
+    };
+    int32_t slots[32]; /* of a lane that adds */
+    /* Of 32 splits in a row: which of them are the first of a group, and the groups before. */
+    int2 words[MAX_LISTED / 32 + 2];
     /* Splits of a class, 0 the longest: of a warp, of BLOCK warps, of all. */
     int32_t warp_class[MAX_WARPS][KBMLA_PLAN_CLASSES];
     int32_t block_class[MAX_WARPS / BLOCK][KBMLA_PLAN_CLASSES];
     int32_t all_class[KBMLA_PLAN_CLASSES];
     int2 request[KBMLA_MAX_REQUESTS]; /* tiles, limit of the count */
-    int32_t listed[MAX_LISTED];       /* splits as listed: batch << 8 | split */
-    int2 groups[KBMLA_MAX_REQUESTS];  /* that are not empty, warp by warp: see list_groups */
+    int2 groups[KBMLA_MAX_REQUESTS];  /* that are not empty: what makes rank and `listed` of a split
+                                         when its index is added */
     int32_t total;                    /* splits */
     kbmla_plan_step step;
     kbmla_plan_candidate candidates[KBMLA_PLAN_MAX_CANDIDATES];
@@ -61,7 +69,7 @@ struct plan_smem {
     int32_t warp_low[MAX_WARPS];
     int32_t warp_high[MAX_WARPS];
     int32_t warp_most[MAX_WARPS];
-    int32_t warp_slots[MAX_WARPS];
+    int32_t warp_splits[MAX_WARPS]; /* and uncut requests << UNCUT_SHIFT */
 };
 
 static __device__ __forceinline__ int32_t lane_sum(int32_t value) {
@@ -93,14 +101,14 @@ static __device__ __forceinline__ void sum_candidates(plan_smem &smem, const pla
         const int2 request = smem.request[batch];
         const int32_t units = kbmla_plan_units(&step, request.x);
         const kbmla_plan_part part = kbmla_plan_part_of(&cut, batch, units, request.y);
-        const int32_t at = (kbmla_plan_class(cut.classes, part.per) >> 1) * PITCH + candidate;
+        const int32_t at = (kbmla_plan_class(cut.classes, part.per) >> 1) * PITCH + lane;
         atomicAdd(&smem.class_splits[at], part.count);
         atomicAdd(&smem.class_weight[at], kbmla_plan_weight(&step, units, part.count));
         slots += part.count > 1 ? part.count : 0;
         smem.more[pair] = (uint8_t)(part.count - 1);
     }
     if (slots > 0)
-        atomicAdd(&smem.slots[candidate], slots);
+        atomicAdd(&smem.slots[lane], slots);
 }
 
 /* The price of a candidate, by a warp. A lane holds a class and the end of its ranks. */
@@ -109,8 +117,13 @@ static __device__ __forceinline__ int32_t price_candidate(plan_smem &smem,
                                                           const kbmla_plan_step &step,
                                                           int32_t candidate, int32_t lane) {
     const int32_t clusters = rule.num_clusters;
-    const int32_t splits = smem.class_splits[lane * PITCH + candidate];
-    const int32_t weight = smem.class_weight[lane * PITCH + candidate];
+    const int32_t lanes = rule.num_candidates; /* from one that adds to the next */
+    int32_t splits = 0, weight = 0;
+#pragma unroll 2
+    for (int32_t i = lane * PITCH + candidate; i < lane * PITCH + 32; i += lanes) {
+        splits += smem.class_splits[i];
+        weight += smem.class_weight[i];
+    }
     const int32_t average = kbmla_plan_average(weight, splits);
     /* The next shorter class that is not empty: empty ones change nothing. */
     const uint32_t used = __ballot_sync(FULL_WARP, splits > 0), below = (1u << lane) - 1;
@@ -125,7 +138,7 @@ static __device__ __forceinline__ int32_t price_candidate(plan_smem &smem,
     }
     kbmla_plan_totals totals;
     totals.splits = __shfl_sync(FULL_WARP, ranks, 0);
-    totals.slots = smem.slots[candidate];
+    totals.slots = lane_sum((lane & (lanes - 1)) == candidate ? smem.slots[lane] : 0);
     totals.weight = lane_sum(weight);
     const kbmla_ratio waves = kbmla_make_ratio(1, clusters);
     const int32_t rows = kbmla_plan_rows(totals.splits * rule.num_q_tiles, waves, clusters);
@@ -170,41 +183,22 @@ static __device__ __forceinline__ void add_digits(int32_t number, uint32_t these
     }
 }
 
-/* Notes which split is of rank `rank`, if that is one of the MAX_LISTED looked at. */
-static __device__ __forceinline__ void list_split(plan_smem &smem, int32_t rank, int32_t split) {
-    if ((uint32_t)rank < MAX_LISTED)
-        smem.listed[rank] = split;
+/* Notes a group whose first split, of rank `rank`, is the one of index `start` in the step. */
+static __device__ __forceinline__ void note_group(plan_smem &smem, int32_t index, int32_t number,
+                                                  int32_t start, int32_t rank, int32_t first) {
+    smem.groups[index] = make_int2(rank - start, first - start);
+    atomicOr(&smem.words[start >> 5].x, (int32_t)(1u << (start & 31)));
+#pragma unroll 1
+    for (int32_t word = (start >> 5) + 1; word <= (start + number) >> 5; word++)
+        smem.words[word].y = index + 1;
 }
 
-/* Notes the splits of a warp's groups, of which a lane has `number`, the first of rank `rank` and
- * batch << 8 | split `first`; lower lanes have `before`. */
-static __device__ __forceinline__ void list_groups(plan_smem &smem, int32_t number, int32_t rank,
-                                                   int32_t first, int32_t before, int32_t most,
-                                                   int32_t lane) {
-    if (most <= FEW) {
-#pragma unroll
-        for (int32_t i = 0; i < FEW; i++)
-            if (i < number)
-                list_split(smem, rank + i, first + i);
-        return;
-    }
-    /* A lane per split of the warp. Its group is the last that starts at or before it. */
-    int2 *groups = &smem.groups[threadIdx.x & ~31u];
-    const uint32_t used = __ballot_sync(FULL_WARP, number > 0);
-    if (number > 0)
-        groups[__popc(used & ((1u << lane) - 1))] = make_int2(rank - before, first - before);
-    __syncwarp();
-    const int32_t all = __shfl_sync(FULL_WARP, before + number, 31);
-#pragma unroll 2
-    for (int32_t begin = 0; begin < all; begin += 32) {
-        const int32_t start = before - begin, at = begin + lane;
-        const bool starts_here = number > 0 && (uint32_t)start < 32;
-        const uint32_t starts = __reduce_or_sync(FULL_WARP, starts_here ? 1u << start : 0);
-        const int32_t earlier = __popc(__ballot_sync(FULL_WARP, number > 0 && start < 0));
-        const int2 from = groups[earlier + __popc(starts & ((2u << lane) - 1)) - 1];
-        if (at < all)
-            list_split(smem, from.x + at, from.y + at);
-    }
+/* Puts a split at its rank. Its group is the last that starts at or before it. */
+static __device__ __forceinline__ void list_split(plan_smem &smem, int32_t index) {
+    const int2 word = smem.words[index >> 5];
+    const int32_t started = __popc((uint32_t)word.x & ((2u << (index & 31)) - 1));
+    const int2 group = smem.groups[word.y + started - 1];
+    smem.listed[group.x + index] = group.y + index;
 }
 
 template <bool is_balanced>
@@ -216,11 +210,16 @@ static __global__ void __launch_bounds__(1024)
     const int32_t threads = (int32_t)blockDim.x;
     const int32_t num_requests = rule.num_requests, q_tiles = rule.num_q_tiles;
     const bool is_request = batch < num_requests;
+    const kbmla_ratio waves = kbmla_make_ratio(1, rule.num_clusters);
+    const kbmla_ratio per_tile = kbmla_make_ratio(1, q_tiles);
 
     for (int32_t i = batch; i < (int32_t)(offsetof(plan_smem, request) / 16); i += threads)
         reinterpret_cast<int4 *>(&smem)[i] = make_int4(0, 0, 0, 0);
     if (batch < KBMLA_PLAN_MAX_CANDIDATES)
         smem.candidates[batch] = rule.candidates[batch];
+    /* The lengths' address is translated while the kernel before still runs. */
+    if (is_request && lane == 0)
+        prefetch_l2(params.lengths + batch);
     grid_dependency_launch();
     grid_dependency_wait();
 
@@ -249,7 +248,7 @@ static __global__ void __launch_bounds__(1024)
     }
     __syncthreads();
 
-    const kbmla_plan_step &step = smem.step;
+    const kbmla_plan_step step = smem.step;
     int32_t best = 0;
     if (is_balanced) {
         if ((warp * 32) >> params.candidate_bits < num_requests)
@@ -268,7 +267,9 @@ static __global__ void __launch_bounds__(1024)
     const int32_t owner = batch >> (per_request - 1);
     const bool is_group = owner < num_requests;
     const bool is_working = (warp * 32) >> (per_request - 1) < num_requests;
-    int32_t count = 0, class_of = 0, most = 0, before = 0, class_before = 0, uncut_before = 0;
+    const bool is_one_warp = num_requests * per_request <= 32;
+    int32_t count = 0, class_of = 0, before = 0, rank = 0, uncut_before = 0;
+    uint32_t used = 0; /* lanes whose group is not empty */
     kbmla_plan_group group = {0, 0, 0};
     if (is_working) {
         if (is_group) {
@@ -293,85 +294,98 @@ static __global__ void __launch_bounds__(1024)
         }
         const int32_t number = group.num_splits;
         /* Of the groups before this one in the warp: the splits of its class and of all. Splits
-         * are added by their binary digits. */
-        uint32_t same = __ballot_sync(FULL_WARP, number > 0);
+         * are added by their binary digits. A warp alone ranks its groups by that, too. */
+        used = __ballot_sync(FULL_WARP, number > 0);
+        uint32_t same = used, longer = 0;
 #pragma unroll
-        for (int bit = 0; bit < 6; bit++) {
+        for (int bit = 5; bit >= 0; bit--) {
             const bool is_set = class_of >> bit & 1;
             const uint32_t set = __ballot_sync(FULL_WARP, is_set);
+            longer |= is_set ? same & ~set : 0;
             same &= is_set ? set : ~set;
         }
-        const uint32_t below = (1u << lane) - 1, same_below = same & below;
-        uncut_before = __popc(__ballot_sync(FULL_WARP, number == 1 && count == 1) & below);
-        most = __reduce_max_sync(FULL_WARP, number);
-        add_digits<0, 1>(number, same_below, below, class_before, before);
+        const uint32_t below = (1u << lane) - 1;
+        const uint32_t earlier = (same & below) | (is_one_warp ? longer : 0);
+        const bool is_uncut = number == 1 && count == 1;
+        uncut_before = __popc(__ballot_sync(FULL_WARP, is_uncut) & below);
+        const int32_t most = __reduce_max_sync(FULL_WARP, number);
+        add_digits<0, 1>(number, earlier, below, rank, before);
         if (most > 1)
-            add_digits<1, 3>(number, same_below, below, class_before, before);
+            add_digits<1, 3>(number, earlier, below, rank, before);
         if (most > 7)
-            add_digits<3, 9>(number, same_below, below, class_before, before);
+            add_digits<3, 9>(number, earlier, below, rank, before);
         /* The last of a class knows its sum, the last lane those of the warp. */
-        if (number > 0 && same >> lane == 1) {
-            const int32_t sum = class_before + number;
+        if (!is_one_warp && number > 0 && same >> lane == 1) {
+            const int32_t sum = rank + number;
             smem.warp_class[warp][class_of] = sum;
             atomicAdd(&smem.block_class[warp / BLOCK][class_of], sum);
             atomicAdd(&smem.all_class[class_of], sum);
         }
         if (lane == 31)
-            smem.warp_slots[warp] = before - uncut_before + (count > 1 ? number : 0);
+            smem.warp_splits[warp] = before + number + ((uncut_before + is_uncut) << UNCUT_SHIFT);
     }
-    __syncthreads();
+    if (!is_one_warp)
+        __syncthreads();
 
-    int32_t first = 0;
     if (is_working) {
-        /* First ranks of the classes: a lane holds two. */
-        const int2 all = reinterpret_cast<const int2 *>(smem.all_class)[lane];
-        int32_t sum = all.x + all.y;
+        int32_t total = __shfl_sync(FULL_WARP, before + group.num_splits, 31);
+        if (!is_one_warp) {
+            /* First ranks of the classes: a lane holds two. */
+            const int2 all = reinterpret_cast<const int2 *>(smem.all_class)[lane];
+            int32_t sum = all.x + all.y;
 #pragma unroll
-        for (int distance = 1; distance < 32; distance <<= 1) {
-            const int32_t longer = __shfl_up_sync(FULL_WARP, sum, distance);
-            sum += lane >= distance ? longer : 0;
-        }
-        if (batch == 31)
-            smem.total = sum;
-        sum -= all.x + all.y;
-        const int32_t even = __shfl_sync(FULL_WARP, sum, class_of >> 1);
-        const int32_t odd = __shfl_sync(FULL_WARP, sum + all.x, class_of >> 1);
-        first = (class_of & 1 ? odd : even) + class_before;
+            for (int distance = 1; distance < 32; distance <<= 1) {
+                const int32_t longer = __shfl_up_sync(FULL_WARP, sum, distance);
+                sum += lane >= distance ? longer : 0;
+            }
+            total = __shfl_sync(FULL_WARP, sum, 31);
+            sum -= all.x + all.y;
+            const int32_t even = __shfl_sync(FULL_WARP, sum, class_of >> 1);
+            const int32_t odd = __shfl_sync(FULL_WARP, sum + all.x, class_of >> 1);
+            rank += class_of & 1 ? odd : even;
 #pragma unroll 1
-        for (int32_t block = 0; block < warp / BLOCK; block++)
-            first += smem.block_class[block][class_of];
+            for (int32_t block = 0; block < warp / BLOCK; block++)
+                rank += smem.block_class[block][class_of];
 #pragma unroll
-        for (int32_t back = 1; back < BLOCK; back++)
-            first += warp % BLOCK >= back ? smem.warp_class[warp - back][class_of] : 0;
-        const int32_t slots_before = lane_sum(lane < warp ? smem.warp_slots[lane] : 0);
+            for (int32_t back = 1; back < BLOCK; back++)
+                rank += warp % BLOCK >= back ? smem.warp_class[warp - back][class_of] : 0;
+            const int32_t of_warps = lane_sum(lane < warp ? smem.warp_splits[lane] : 0);
+            before += of_warps & ((1 << UNCUT_SHIFT) - 1);
+            uncut_before += of_warps >> UNCUT_SHIFT;
+        }
+        if (batch == 0)
+            smem.total = total;
+        const int32_t index = (warp << 5) + __popc(used & ((1u << lane) - 1));
+        if (group.num_splits > 0 && total <= MAX_LISTED)
+            note_group(smem, index, group.num_splits, before, rank, owner << 8 | group.first_split);
         if (is_group && (batch & (per_request - 1)) == 0) {
             params.counts[owner] = count;
             if (count > 1)
-                work[params.tail + owner] = ~((slots_before + before - uncut_before) * q_tiles);
+                work[params.tail + owner] = ~((before - uncut_before) * q_tiles);
         }
     }
+    __syncthreads();
 
-    const kbmla_ratio waves = kbmla_make_ratio(1, rule.num_clusters);
-    const kbmla_ratio per_tile = kbmla_make_ratio(1, q_tiles);
-    /* Once, but for the capacities of tests. */
+    const int32_t splits = num_requests > 0 ? smem.total : 0;
+    const int32_t rows = kbmla_plan_rows(splits * q_tiles, waves, rule.num_clusters);
+    if (splits > MAX_LISTED) { /* only with the capacities of tests and with fixed counts */
 #pragma unroll 1
-    for (int32_t begin = 0;; begin += MAX_LISTED) {
-        if (is_working)
-            list_groups(smem, group.num_splits, first - begin, owner << 8 | group.first_split,
-                        before, most, lane);
-        __syncthreads();
-        const int32_t splits = num_requests > 0 ? smem.total : 0;
-        const int32_t rows = kbmla_plan_rows(splits * q_tiles, waves, rule.num_clusters);
-        const int32_t entries = kbmla_min(splits - begin, MAX_LISTED) * q_tiles;
-#pragma unroll 1
-        for (int32_t i = batch; i < entries; i += threads) {
-            const int32_t at = kbmla_scale(i, per_tile), split = smem.listed[at];
-            work[kbmla_plan_list_index(&rule, begin * q_tiles + i, rows, waves)] =
-                kbmla_pack_entry(i - at * q_tiles, split >> 8, split & 255, num_requests);
+        for (int32_t i = 0; i < group.num_splits * q_tiles; i++) {
+            const int32_t split = kbmla_scale(i, per_tile), q_tile = i - split * q_tiles;
+            work[kbmla_plan_list_index(&rule, rank * q_tiles + i, rows, waves)] =
+                kbmla_pack_entry(q_tile, owner, group.first_split + split, num_requests);
         }
-        if (begin + MAX_LISTED >= splits)
-            break;
-        __syncthreads();
+        return;
+    }
+#pragma unroll 1
+    for (int32_t i = batch; i < splits; i += threads)
+        list_split(smem, i);
+    __syncthreads();
+#pragma unroll 1
+    for (int32_t i = batch; i < splits * q_tiles; i += threads) {
+        const int32_t at = kbmla_scale(i, per_tile), split = smem.listed[at];
+        work[kbmla_plan_list_index(&rule, i, rows, waves)] =
+            kbmla_pack_entry(i - at * q_tiles, split >> 8, split & 255, num_requests);
     }
 }
 
