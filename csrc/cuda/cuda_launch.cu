@@ -30,6 +30,7 @@ kbmla_status query(int index, kbmla_cuda_device *device, kbmla_error *err) {
     CUDA_CHECK(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, index), err);
     CUDA_CHECK(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, index), err);
     device->has_pdl = major >= 9;
+    device->has_clusters = major >= 9;
     device->is_sm90 = major == 9 && minor == 0;
     return KBMLA_OK;
 }
@@ -63,17 +64,24 @@ kbmla_status kbmla_cuda_fail(kbmla_error *err, cudaError_t code, const char *cal
 
 kbmla_status kbmla_cuda_launch(const void *kernel, int32_t blocks, int32_t threads,
                                int32_t smem_bytes, bool pdl, void **arguments, cudaStream_t stream,
-                               kbmla_error *err) {
-    cudaLaunchAttribute attribute = {};
-    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attribute.val.programmaticStreamSerializationAllowed = 1;
+                               kbmla_error *err, int32_t cluster_blocks) {
+    cudaLaunchAttribute attributes[2] = {};
+    unsigned used = 0;
+    if (pdl) {
+        attributes[used].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+        attributes[used++].val.programmaticStreamSerializationAllowed = 1;
+    }
+    if (cluster_blocks > 1) {
+        attributes[used].id = cudaLaunchAttributeClusterDimension;
+        attributes[used++].val.clusterDim = {(unsigned)cluster_blocks, 1, 1};
+    }
     cudaLaunchConfig_t launch = {};
     launch.gridDim = dim3((unsigned)blocks);
     launch.blockDim = dim3((unsigned)threads);
     launch.dynamicSmemBytes = (size_t)smem_bytes;
     launch.stream = stream;
-    launch.attrs = &attribute;
-    launch.numAttrs = pdl ? 1 : 0;
+    launch.attrs = attributes;
+    launch.numAttrs = used;
     CUDA_CHECK(cudaLaunchKernelExC(&launch, kernel, arguments), err);
     return KBMLA_OK;
 }

@@ -167,6 +167,41 @@ static __device__ __forceinline__ uint32_t round_e4m3_half2(float lo, float hi) 
 #endif
 }
 
+/* ---- clusters of blocks; nothing before SM90 */
+
+/* Waits until all threads of the cluster are here and the barriers they made are known to it. */
+static __device__ __forceinline__ void cluster_sync() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("fence.mbarrier_init.release.cluster;\n"
+                 "barrier.cluster.arrive.relaxed.aligned;\n"
+                 "barrier.cluster.wait.aligned;" ::
+                     : "memory");
+#endif
+}
+
+/* Arrives on the barrier, whose phase ends when `bytes` more have been stored. */
+static __device__ __forceinline__ void mbarrier_expect_bytes(uint32_t barrier, uint32_t bytes) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
+                 : "memory");
+#endif
+}
+
+/* Stores a word to the shared memory of a block of the cluster, at this block's address, and tells
+ * the barrier there of 4 bytes. */
+static __device__ __forceinline__ void cluster_store(uint32_t smem, int32_t value, uint32_t barrier,
+                                                     uint32_t block) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("{\n.reg .b32 there, bar;\n"
+                 "mapa.shared::cluster.u32 there, %0, %3;\n"
+                 "mapa.shared::cluster.u32 bar, %2, %3;\n"
+                 "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 "
+                 "[there], %1, [bar];\n}" ::"r"(smem),
+                 "r"(value), "r"(barrier), "r"(block)
+                 : "memory");
+#endif
+}
+
 /* ---- programmatic dependent launch; nothing before SM90 */
 
 /* Waits until the kernels this one depends on have finished and their writes are visible. */
