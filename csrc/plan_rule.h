@@ -232,8 +232,10 @@ KBMLA_HOST_DEVICE kbmla_plan_part kbmla_plan_part_of(const kbmla_plan_cut *cut, 
     int32_t added =
         cut->added + kbmla_mul_high(cut->dither, kbmla_plan_fraction(batch, cut->phase));
     int32_t count = kbmla_scale(units + added, cut->pieces);
-    if (16 * units < cut->snap * count && 2 * units > cut->piece)
-        count = kbmla_scale(2 * units + cut->piece - 1, cut->pieces);
+    int32_t snapped = kbmla_scale(2 * units + cut->piece - 1, cut->pieces);
+    /* No branch: on a device that takes longer than the other quotient. */
+    int32_t is_short = (16 * units < cut->snap * count) & (2 * units > cut->piece);
+    count = is_short ? snapped : count;
     part.count = kbmla_max(kbmla_min(count, limit), 1);
     part.per = kbmla_plan_per(units, part.count);
     return part;

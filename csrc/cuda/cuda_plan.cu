@@ -57,11 +57,12 @@ struct plan_smem {
     int32_t warp_class[MAX_WARPS][KBMLA_PLAN_CLASSES];
     /* Of 32 splits in a row: which of them are the first of a group, and the groups before. */
     int2 words[MAX_LISTED / 32 + 2];
+    int32_t total;  /* splits */
+    int32_t listed; /* splits that this block lists */
+    int32_t unused[2];
     int2 request[KBMLA_MAX_REQUESTS]; /* tiles, limit of the count */
     int2 groups[KBMLA_MAX_REQUESTS];  /* that are not empty: what makes a split's rank and its
                                          batch << 8 | split when its index is added */
-    int32_t total;                    /* splits */
-    int32_t listed;                   /* splits that this block lists */
     kbmla_plan_step step;
     kbmla_plan_cut cuts[KBMLA_PLAN_MAX_CANDIDATES];
     int32_t price[KBMLA_PLAN_MAX_CANDIDATES];
@@ -95,14 +96,14 @@ static __device__ __forceinline__ int32_t num_columns(int32_t candidate_bits) {
 /* Adds up how the candidate of this lane, one of `cuts`, cuts the requests. */
 static __device__ __forceinline__ void sum_candidates(plan_smem &smem, const plan_params &params,
                                                       const kbmla_plan_step &step,
-                                                      const kbmla_plan_cut *cuts, int32_t lane) {
-    const int32_t bits = params.candidate_bits;
+                                                      const kbmla_plan_cut *cuts, int32_t thread) {
+    const int32_t bits = params.candidate_bits, lane = thread & 31;
     const int32_t column = lane & (num_columns(bits) - 1);
     const int32_t pairs = params.rule.num_requests << bits;
     const kbmla_plan_cut cut = cuts[lane & ((1 << bits) - 1)];
     int32_t slots = 0;
 #pragma unroll 1
-    for (int32_t pair = (int32_t)threadIdx.x; pair < pairs; pair += (int32_t)blockDim.x) {
+    for (int32_t pair = thread; pair < pairs; pair += (int32_t)blockDim.x) {
         const int32_t batch = pair >> bits;
         const int2 request = smem.request[batch];
         const int32_t units = kbmla_plan_units(&step, request.x);
@@ -112,8 +113,7 @@ static __device__ __forceinline__ void sum_candidates(plan_smem &smem, const pla
         atomicAdd(&smem.class_weight[at], kbmla_plan_weight(&step, units, part.count));
         slots += part.count > 1 ? part.count : 0;
     }
-    if (slots > 0)
-        atomicAdd(&smem.slots[column], slots);
+    atomicAdd(&smem.slots[column], slots);
 }
 
 /* The price of a candidate of the block, by a warp. A lane holds a class and the end of its ranks.
@@ -121,15 +121,16 @@ static __device__ __forceinline__ void sum_candidates(plan_smem &smem, const pla
 static __device__ __forceinline__ int32_t price_candidate(plan_smem &smem,
                                                           const kbmla_plan_rule &rule,
                                                           const kbmla_plan_step &step,
-                                                          int32_t candidate_bits, int32_t candidate,
-                                                          int32_t lane) {
+                                                          kbmla_ratio waves, int32_t candidate_bits,
+                                                          int32_t candidate, int32_t lane) {
     const int32_t clusters = rule.num_clusters;
     const int32_t candidates = 1 << candidate_bits, columns = num_columns(candidate_bits);
     int32_t splits = 0, weight = 0;
-#pragma unroll 4
-    for (int32_t column = candidate; column < columns; column += candidates) {
-        splits += smem.class_splits[lane * PITCH + column];
-        weight += smem.class_weight[lane * PITCH + column];
+#pragma unroll
+    for (int32_t copy = 0; copy < COPIES; copy++) {
+        const int32_t column = candidate + copy * candidates;
+        splits += column < columns ? smem.class_splits[lane * PITCH + column] : 0;
+        weight += column < columns ? smem.class_weight[lane * PITCH + column] : 0;
     }
     const bool is_own = lane < columns && (lane & (candidates - 1)) == candidate;
     const int32_t average = kbmla_plan_average(weight, splits);
@@ -148,7 +149,6 @@ static __device__ __forceinline__ int32_t price_candidate(plan_smem &smem,
     totals.splits = __shfl_sync(FULL_WARP, ranks, 0);
     totals.slots = lane_sum(is_own ? smem.slots[lane] : 0);
     totals.weight = lane_sum(weight);
-    const kbmla_ratio waves = kbmla_make_ratio(1, clusters);
     const int32_t rows = kbmla_plan_rows(totals.splits * rule.num_q_tiles, waves, clusters);
     const kbmla_plan_end end =
         kbmla_plan_end_of(ranks * rule.num_q_tiles, fall, rows, clusters, waves);
@@ -226,13 +226,18 @@ static __global__ void __launch_bounds__(1024)
     cuda_plan_kernel(const __grid_constant__ plan_params params) {
     __shared__ __align__(16) plan_smem smem;
     const kbmla_plan_rule &rule = params.rule;
-    const int32_t batch = (int32_t)threadIdx.x, lane = batch & 31, warp = batch >> 5;
+    const int32_t batch = in_register((int32_t)threadIdx.x), lane = batch & 31;
+    const int32_t warp = uniform(batch >> 5);
     const int32_t threads = (int32_t)blockDim.x;
-    const int32_t block = (int32_t)blockIdx.x, blocks = (int32_t)gridDim.x;
+    const int32_t block = in_register((int32_t)blockIdx.x), blocks = (int32_t)gridDim.x;
     const int32_t num_requests = rule.num_requests, q_tiles = rule.num_q_tiles;
     const bool is_request = batch < num_requests;
     const kbmla_plan_candidate way = rule.candidates[lane & (KBMLA_PLAN_MAX_CANDIDATES - 1)];
     const uint32_t priced = smem_address(&smem.priced);
+    kbmla_ratio waves = kbmla_make_ratio(1, rule.num_clusters);
+    kbmla_ratio per_tile = kbmla_make_ratio(1, q_tiles);
+    waves.value = in_register(waves.value);
+    per_tile.value = in_register(per_tile.value);
 
     for (int32_t i = batch; i < (int32_t)(offsetof(plan_smem, request) / 16); i += threads)
         reinterpret_cast<int4 *>(&smem)[i] = make_int4(0, 0, 0, 0);
@@ -269,15 +274,22 @@ static __global__ void __launch_bounds__(1024)
     __syncthreads();
 
     const kbmla_plan_step step = smem.step;
+    /* From the prices on a thread has a group: one or two per request. Two only where one block
+     * lists. */
+    const int32_t per_request = kbmla_plan_groups_per_request(&rule);
+    const int32_t groups = num_requests * per_request, owner = batch >> (per_request - 1);
+    const bool is_group = batch < groups, is_one_warp = groups <= 32;
     int32_t best = 0;
+    const int2 request = smem.request[owner];
+    const int32_t units = kbmla_plan_units(&step, request.x);
     if (is_balanced) {
         const int32_t bits = params.candidate_bits, first = block << bits;
         const bool is_pricing = first < rule.num_candidates;
         if (is_pricing && (warp * 32) >> bits < num_requests)
-            sum_candidates(smem, params, step, &smem.cuts[first], lane);
+            sum_candidates(smem, params, step, &smem.cuts[first], batch);
         __syncthreads();
         if (is_pricing && warp < 1 << bits) {
-            const int32_t price = price_candidate(smem, rule, step, bits, warp, lane);
+            const int32_t price = price_candidate(smem, rule, step, waves, bits, warp, lane);
             int32_t *place = &smem.price[first + warp];
             if (blocks == 1)
                 *place = price;
@@ -293,22 +305,15 @@ static __global__ void __launch_bounds__(1024)
         best = __ffs(__ballot_sync(FULL_WARP, price == least)) - 1; /* candidate 0 always fits */
     }
 
-    /* From here on a thread has a group: one or two per request. Two only where one block lists. */
-    const int32_t per_request = kbmla_plan_groups_per_request(&rule);
-    const int32_t groups = num_requests * per_request;
     const int32_t begin = block * params.share, end = kbmla_min(begin + params.share, groups);
     if (block > 0 && begin >= end)
         return;
-    const int32_t owner = batch >> (per_request - 1);
-    const bool is_group = batch < groups, is_one_warp = groups <= 32;
     const bool is_listing = warp * 32 >= begin && warp * 32 < end;
     int32_t count = 0, class_of = 0, before = 0, rank = 0, uncut_before = 0;
     uint32_t used = 0; /* lanes whose group is not empty */
     kbmla_plan_group group = {0, 0, 0};
     if (warp * 32 < groups) {
         if (is_group) {
-            const int2 request = smem.request[owner];
-            const int32_t units = kbmla_plan_units(&step, request.x);
             int32_t per;
             kbmla_ratio classes;
             if (is_balanced) {
@@ -331,14 +336,14 @@ static __global__ void __launch_bounds__(1024)
         const int32_t number = group.num_splits;
         const bool is_uncut = number == 1 && count == 1;
         if (!is_one_warp) {
-            const int32_t sum = lane_sum(number + (is_uncut ? 1 << UNCUT_SHIFT : 0));
-            if (lane == 0)
-                smem.warp_splits[warp] = sum;
             if (number > 0) {
                 atomicAdd(&smem.all_class[class_of][lane % COPIES], number);
                 if (batch < begin)
                     atomicAdd(&smem.earlier_class[class_of][lane % COPIES], number);
             }
+            const int32_t sum = lane_sum(number + (is_uncut ? 1 << UNCUT_SHIFT : 0));
+            if (lane == 0)
+                smem.warp_splits[warp] = sum;
         }
         if (is_listing) {
             /* Of the groups before this one in the warp: the splits of its class and of all.
@@ -373,10 +378,19 @@ static __global__ void __launch_bounds__(1024)
         int32_t total = __shfl_sync(FULL_WARP, before + group.num_splits, 31), listed = total;
         int32_t start = before; /* among the splits of this block */
         if (!is_one_warp) {
+            const int32_t splits_mask = (1 << UNCUT_SHIFT) - 1;
+            const int32_t of_warp = lane * 32 < groups ? smem.warp_splits[lane] : 0;
+            const bool is_share = lane * 32 >= begin && lane * 32 < end;
+            const int32_t of_share = is_share ? of_warp & splits_mask : 0;
             /* First ranks of the classes: a lane holds two. */
             int32_t two[2], earlier[1];
             sum_copies(&smem.all_class[2 * lane], two);
             sum_copies(&smem.earlier_class[class_of], earlier);
+            const int32_t of_lower = lane_sum(lane < warp ? of_warp : 0);
+            start += lane_sum(lane < warp ? of_share : 0);
+            listed = lane_sum(of_share);
+            before += of_lower & splits_mask;
+            uncut_before += of_lower >> UNCUT_SHIFT;
             int32_t sum = two[0] + two[1];
 #pragma unroll
             for (int distance = 1; distance < 32; distance <<= 1) {
@@ -391,13 +405,6 @@ static __global__ void __launch_bounds__(1024)
 #pragma unroll 4
             for (int32_t other = begin / 32; other < warp; other++)
                 rank += smem.warp_class[other][class_of];
-            const int32_t of_warp = lane * 32 < end ? smem.warp_splits[lane] : 0;
-            const int32_t of_share = lane * 32 < begin ? 0 : of_warp & ((1 << UNCUT_SHIFT) - 1);
-            const int32_t of_lower = lane_sum(lane < warp ? of_warp : 0);
-            before += of_lower & ((1 << UNCUT_SHIFT) - 1);
-            uncut_before += of_lower >> UNCUT_SHIFT;
-            start += lane_sum(lane < warp ? of_share : 0);
-            listed = lane_sum(of_share);
         }
         if (batch == begin) {
             smem.total = total;
@@ -406,18 +413,10 @@ static __global__ void __launch_bounds__(1024)
         const int32_t index = warp * 32 - begin + __popc(used & ((1u << lane) - 1));
         if (group.num_splits > 0 && listed <= MAX_LISTED)
             note_group(smem, index, group.num_splits, start, rank, owner << 8 | group.first_split);
-        if (is_group && (batch & (per_request - 1)) == 0) {
-            params.counts[owner] = count;
-            params.work[params.tail + owner] =
-                count > 1 ? ~((before - uncut_before) * q_tiles) : -1;
-        }
     }
     __syncthreads();
 
-    const int32_t entries = num_requests > 0 ? smem.total * q_tiles : 0;
-    const int32_t listed = num_requests > 0 ? smem.listed : 0;
-    const kbmla_ratio waves = kbmla_make_ratio(1, rule.num_clusters);
-    const kbmla_ratio per_tile = kbmla_make_ratio(1, q_tiles);
+    const int32_t entries = smem.total * q_tiles, listed = smem.listed;
     const int32_t rows = kbmla_plan_rows(entries, waves, rule.num_clusters);
     /* Of a group's own thread only with the capacities of tests and many fixed counts. */
     const bool is_found = listed <= MAX_LISTED;
@@ -431,6 +430,10 @@ static __global__ void __launch_bounds__(1024)
             split = find_split(smem, at);
         params.work[kbmla_plan_list_index(&rule, split.x * q_tiles + q_tile, rows, waves)] =
             kbmla_pack_entry(q_tile, split.y >> 8, split.y & 255, num_requests);
+    }
+    if (is_listing && is_group && (batch & (per_request - 1)) == 0) {
+        params.counts[owner] = count;
+        params.work[params.tail + owner] = count > 1 ? ~((before - uncut_before) * q_tiles) : -1;
     }
     /* What is no entry and no partial base of a request. */
 #pragma unroll 1

@@ -22,6 +22,16 @@ static __device__ __forceinline__ int32_t uniform(int32_t value) {
     return __shfl_sync(FULL_WARP, value, 0);
 }
 
+/* A value that is kept, where the compiler would rather compute it again, or later. */
+static __device__ __forceinline__ int32_t in_register(int32_t value) {
+    asm volatile("" : "+r"(value));
+    return value;
+}
+static __device__ __forceinline__ float in_register(float value) {
+    asm volatile("" : "+f"(value));
+    return value;
+}
+
 /* ---- asynchronous copies and their barriers */
 
 /* What L2 is to make of the lines that a copy reads. */
