@@ -89,19 +89,14 @@ typedef struct kbmla_plan_step {
     int32_t shift;
     int32_t longest_unit; /* longest >> shift, below 2^15, at least 1 */
     int32_t work;         /* tiles of all requests * q tiles >> shift, below 2^24 */
-    int32_t direct_cost;  /* those of the rule >> shift */
-    int32_t partial_cost;
 } kbmla_plan_step;
 
-KBMLA_HOST_DEVICE kbmla_plan_step kbmla_plan_measure(const kbmla_plan_rule *rule, int64_t work,
-                                                     int32_t longest) {
-    kbmla_plan_step step = {longest, 0, 1, 0, 0, 0};
+KBMLA_HOST_DEVICE kbmla_plan_step kbmla_plan_measure(int64_t work, int32_t longest) {
+    kbmla_plan_step step = {longest, 0, 1, 0};
     while ((work >> step.shift) >= (1 << 24) || (longest >> step.shift) >= (1 << 15))
         step.shift++;
     step.longest_unit = kbmla_max(longest >> step.shift, 1);
     step.work = (int32_t)(work >> step.shift);
-    step.direct_cost = rule->direct_cost >> step.shift;
-    step.partial_cost = rule->partial_cost >> step.shift;
     return step;
 }
 
@@ -267,9 +262,11 @@ typedef struct kbmla_plan_sums {
 } kbmla_plan_sums;
 
 /* Weight of all splits of a request, in 16ths of a unit. */
-KBMLA_HOST_DEVICE int32_t kbmla_plan_weight(const kbmla_plan_step *step, int32_t units,
+KBMLA_HOST_DEVICE int32_t kbmla_plan_weight(const kbmla_plan_rule *rule,
+                                            const kbmla_plan_step *step, int32_t units,
                                             int32_t count) {
-    return 16 * units + count * (count > 1 ? step->partial_cost : step->direct_cost);
+    int32_t direct = rule->direct_cost >> step->shift, partial = rule->partial_cost >> step->shift;
+    return 16 * units + count * (count > 1 ? partial : direct);
 }
 
 /* What its price depends on. */

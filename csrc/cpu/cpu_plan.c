@@ -23,7 +23,7 @@ static kbmla_plan_step measure_step(const kbmla_plan_rule *rule, const int32_t *
         work += (int64_t)tiles[b] * rule->num_q_tiles;
         longest = kbmla_max(longest, tiles[b]);
     }
-    return kbmla_plan_measure(rule, work, longest);
+    return kbmla_plan_measure(work, longest);
 }
 
 static kbmla_plan_part part_of(const kbmla_plan_rule *rule, const kbmla_plan_step *step,
@@ -67,7 +67,8 @@ static int32_t candidate_price(const kbmla_plan_rule *rule, const kbmla_plan_ste
     for (int32_t b = 0; b < rule->num_requests; b++) {
         kbmla_plan_part part = part_of(rule, step, &cut, b, tiles[b]);
         int32_t class_index = kbmla_plan_class(cut.classes, part.per) / 2;
-        int32_t weight = kbmla_plan_weight(step, kbmla_plan_units(step, tiles[b]), part.count);
+        int32_t weight =
+            kbmla_plan_weight(rule, step, kbmla_plan_units(step, tiles[b]), part.count);
         sums.class_splits[class_index] += part.count;
         sums.class_weight[class_index] += weight;
         totals.splits += part.count;

@@ -85,7 +85,7 @@ static __device__ __forceinline__ kbmla_plan_step measure_step(const plan_smem &
     const int32_t tiles = is_warp ? smem.warp_tiles[lane] : 0; /* below 2^30 */
     const int32_t low = lane_sum(tiles & 0xFFFF), high = lane_sum(tiles >> 16);
     const int32_t most = __reduce_max_sync(FULL_WARP, is_warp ? smem.warp_most[lane] : 0);
-    return kbmla_plan_measure(&rule, (low + ((int64_t)high << 16)) * rule.num_q_tiles, most);
+    return kbmla_plan_measure((low + ((int64_t)high << 16)) * rule.num_q_tiles, most);
 }
 
 /* Columns of the sums: one per candidate of the block, or several where those are few. */
@@ -110,7 +110,8 @@ static __device__ __forceinline__ void sum_candidates(plan_smem &smem, const pla
         const kbmla_plan_part part = kbmla_plan_part_of(&cut, batch, units, request.y);
         const int32_t at = (kbmla_plan_class(cut.classes, part.per) >> 1) * PITCH + column;
         atomicAdd(&smem.class_splits[at], part.count);
-        atomicAdd(&smem.class_weight[at], kbmla_plan_weight(&step, units, part.count));
+        atomicAdd(&smem.class_weight[at],
+                  kbmla_plan_weight(&params.rule, &step, units, part.count));
         slots += part.count > 1 ? part.count : 0;
     }
     atomicAdd(&smem.slots[column], slots);
@@ -418,10 +419,10 @@ static __global__ void __launch_bounds__(1024)
 
     const int32_t entries = smem.total * q_tiles, listed = smem.listed;
     const int32_t rows = kbmla_plan_rows(entries, waves, rule.num_clusters);
-    /* Of a group's own thread only with the capacities of tests and many fixed counts. */
+    /* Group by group only with the capacities of tests and many fixed counts. */
     const bool is_found = listed <= MAX_LISTED;
     const int32_t stride = is_found ? threads : 1;
-    const int32_t stop = (is_found ? listed : group.num_splits) * q_tiles;
+    const int32_t stop = (is_found ? listed : is_listing ? group.num_splits : 0) * q_tiles;
 #pragma unroll 1
     for (int32_t i = is_found ? batch : 0; i < stop; i += stride) {
         const int32_t at = kbmla_scale(i, per_tile), q_tile = i - at * q_tiles;
