@@ -27,7 +27,7 @@
 enum {
     MAX_WARPS = 32,
     MAX_BLOCKS = 8,    /* of a cluster */
-    ALONE = 32,        /* requests that one block plans faster than a cluster */
+    ALONE = 0,         /* requests that one block plans faster than a cluster */
     MAX_LISTED = 2048, /* splits of a block whose groups are looked up */
     COPIES = 4,        /* of a sum that lanes of one warp add to at once */
     PITCH = 17,        /* of the sums of a price class: 16 or COPIES are in use */
