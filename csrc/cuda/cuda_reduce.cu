@@ -345,9 +345,10 @@ static __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     const int2 listed = list_requests(params, smem);
     grid_dependency_wait();
 
-    /* From the last block on, as the first ones have the rows of more splits. */
-    for (int32_t at = (blocks - 1 - (int32_t)blockIdx.x) * WARPS + warp; at < listed.x * rows;
-         at += blocks * WARPS) {
+    /* One warp of each block before a second of any: few rows then have the loads of many SMs. From
+     * the last block on, as the first ones have the rows of more splits. */
+    for (int32_t at = warp * blocks + blocks - 1 - (int32_t)blockIdx.x; at < listed.x * rows;
+         at += WARPS * blocks) {
         const int32_t request_at = kbmla_div(at, rows);
         const split_request request = smem.requests[request_at];
         merge_few<T>(params, request, at - request_at * rows, lane);
