@@ -26,10 +26,11 @@ enum {
     WARPS = 8,
     THREADS = 32 * WARPS,
     BLOCKS_PER_SM = 3,
-    FEW = 8,           /* splits of a row that are summed in order, by a warp */
-    TEAMS = 2 * WARPS, /* ... of more by a block */
-    LANES = 16,        /* of a team */
-    GROUP = 4          /* splits of a team that are skipped together */
+    FEW = 8,                           /* splits of a row that are summed in order, by a warp */
+    TEAMS = 2 * WARPS,                 /* ... of more by a block */
+    LANES = 16,                        /* of a team */
+    GROUP = 4,                         /* splits of a team that are skipped together */
+    MAX_COLUMNS = KBMLA_HEAD_DIM_V / 2 /* of a row that a block sums at once */
 };
 
 struct reduce_params {
@@ -52,7 +53,7 @@ struct reduce_smem {
         requests[KBMLA_MAX_REQUESTS]; /* of few splits from the front, others from the end */
     uint32_t warp_listed[WARPS];      /* of few splits, and of more << 16 */
     float2 warp_stat[WARPS];          /* maximum, sum of weights */
-    alignas(16) float team_sum[TEAMS * KBMLA_HEAD_DIM_V];
+    alignas(16) float team_sum[TEAMS * MAX_COLUMNS];
 };
 
 /* Past L1: it may hold older values, as nothing has been waited for yet. */
@@ -248,6 +249,7 @@ static __device__ __forceinline__ void merge_many(const reduce_params &params, r
     constexpr int COLUMNS = KBMLA_HEAD_DIM_V / COLUMN_BLOCKS;
     constexpr int VECTORS = COLUMNS / (4 * LANES); /* of 4 columns, in each lane */
     constexpr int BATCH = 8 / VECTORS;             /* splits of a team in flight */
+    static_assert(COLUMNS <= MAX_COLUMNS, "the teams' sums have no place");
     const kbmla_decode_args &args = params.args;
     const int32_t thread = (int32_t)threadIdx.x, lane = thread & 31, warp = uniform(thread >> 5);
     const int32_t half = lane / LANES, team = warp + WARPS * half;
