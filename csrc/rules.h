@@ -24,17 +24,21 @@ KBMLA_HOST_DEVICE int32_t kbmla_max(int32_t a, int32_t b) {
     return a > b ? a : b;
 }
 
-/* floor(a / b) for a >= 0, b > 0. On a device a float quotient is within one of it for a < 2^20,
- * at a third of the instructions of an integer division. */
-KBMLA_HOST_DEVICE int32_t kbmla_div(int32_t a, int32_t b) {
+/* floor(a / b) for 0 <= a < 2^20, b > 0. On a device a float quotient is within one of it, at a
+ * third of the instructions of an integer division. */
+KBMLA_HOST_DEVICE int32_t kbmla_div_small(int32_t a, int32_t b) {
 #ifdef __CUDA_ARCH__
-    if (a < (1 << 20)) {
-        int32_t quotient = (int32_t)__fdividef((float)a, (float)b);
-        int32_t rest = a - quotient * b;
-        return quotient + (rest >= b) - (rest < 0);
-    }
-#endif
+    int32_t quotient = (int32_t)__fdividef((float)a, (float)b);
+    int32_t rest = a - quotient * b;
+    return quotient + (rest >= b) - (rest < 0);
+#else
     return a / b;
+#endif
+}
+
+/* floor(a / b) for a >= 0, b > 0. */
+KBMLA_HOST_DEVICE int32_t kbmla_div(int32_t a, int32_t b) {
+    return a < (1 << 20) ? kbmla_div_small(a, b) : a / b;
 }
 
 /* Rounded up; it cannot overflow for any int32 a >= 0. */
@@ -49,6 +53,30 @@ KBMLA_HOST_DEVICE int32_t kbmla_ceil_div(int32_t a, int32_t b) {
 /* Rows of `q_tile` that exist: q_tile_rows but for the last tile. */
 KBMLA_HOST_DEVICE int32_t kbmla_tile_valid_rows(int32_t rows, int32_t q_tile_rows, int32_t q_tile) {
     return kbmla_min(q_tile_rows, rows - q_tile * q_tile_rows);
+}
+
+KBMLA_HOST_DEVICE int64_t kbmla_row_offset(int32_t num_heads, int32_t batch, int32_t row,
+                                           int64_t batch_stride, int64_t token_stride,
+                                           int64_t head_stride) {
+    int32_t token = kbmla_div_small(row, num_heads), head = row - token * num_heads;
+    return batch * batch_stride + token * token_stride + head * head_stride;
+}
+
+/* Where row `row` of request `batch` begins: its byte of query, its elements of out and lse. */
+KBMLA_HOST_DEVICE int64_t kbmla_query_row(const kbmla_decode_args *args, int32_t num_heads,
+                                          int32_t batch, int32_t row) {
+    return kbmla_row_offset(num_heads, batch, row, args->query_batch_stride,
+                            args->query_token_stride, args->query_head_stride);
+}
+KBMLA_HOST_DEVICE int64_t kbmla_out_row(const kbmla_decode_args *args, int32_t num_heads,
+                                        int32_t batch, int32_t row) {
+    return kbmla_row_offset(num_heads, batch, row, args->out_batch_stride, args->out_token_stride,
+                            args->out_head_stride);
+}
+KBMLA_HOST_DEVICE int64_t kbmla_lse_row(const kbmla_decode_args *args, int32_t num_heads,
+                                        int32_t batch, int32_t row) {
+    return kbmla_row_offset(num_heads, batch, row, args->lse_batch_stride, args->lse_token_stride,
+                            args->lse_head_stride);
 }
 
 /* ------------------------------------------------------------------ work list

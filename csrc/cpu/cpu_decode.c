@@ -85,12 +85,10 @@ static int32_t load_rows(const decode_job *job, const decode_item *item,
     const int32_t total = args->causal_lens != NULL ? args->causal_lens[item->batch] : length;
     int32_t most = 0;
     for (int32_t i = 0; i < item->rows; i++) {
-        int32_t token = (item->first_row + i) / num_heads;
-        int32_t head = (item->first_row + i) % num_heads;
-        const uint8_t *query = args->query + item->batch * args->query_batch_stride +
-                               token * args->query_token_stride + head * args->query_head_stride;
+        const int32_t row = item->first_row + i;
+        const uint8_t *query = args->query + kbmla_query_row(args, num_heads, item->batch, row);
         job->kernels->widen(query, scratch->query[i], KBMLA_HEAD_DIM_QK);
-        scratch->visible[i] = kbmla_visible_keys(length, total, job->config->q_len, token,
+        scratch->visible[i] = kbmla_visible_keys(length, total, job->config->q_len, row / num_heads,
                                                  job->config->causal, job->cp);
         most = kbmla_max(most, scratch->visible[i]);
         scratch->row_max[i] = -INFINITY;
@@ -160,16 +158,13 @@ static void store_final(const decode_job *job, const decode_item *item,
     const int32_t num_heads = job->config->num_heads;
     const float output_scale = (float)args->output_scale;
     for (int32_t i = 0; i < item->rows; i++) {
-        int32_t token = (item->first_row + i) / num_heads;
-        int32_t head = (item->first_row + i) % num_heads;
+        const int32_t row = item->first_row + i;
         float factor = row_factor(job, scratch, i);
-        uint16_t *out = args->out + item->batch * args->out_batch_stride +
-                        token * args->out_token_stride + head * args->out_head_stride;
+        uint16_t *out = args->out + kbmla_out_row(args, num_heads, item->batch, row);
         for (int d = 0; d < KBMLA_HEAD_DIM_V; d++)
             out[d] = kbmla_float_to_bf16(scratch->out[i][d] * factor * output_scale);
         if (args->lse != NULL)
-            args->lse[item->batch * args->lse_batch_stride + token * args->lse_token_stride +
-                      head * args->lse_head_stride] = row_lse(job, scratch, i);
+            args->lse[kbmla_lse_row(args, num_heads, item->batch, row)] = row_lse(job, scratch, i);
     }
 }
 

@@ -64,15 +64,13 @@ static void reduce_row(const reduce_job *job, int32_t batch, int32_t row, int64_
         add_partial(job, first + (int64_t)i * stride, weight, sum);
     }
 
-    int32_t token = row / job->config->num_heads, head = row % job->config->num_heads;
-    uint16_t *out = args->out + batch * args->out_batch_stride + token * args->out_token_stride +
-                    head * args->out_head_stride;
+    const int32_t num_heads = job->config->num_heads;
+    uint16_t *out = args->out + kbmla_out_row(args, num_heads, batch, row);
     float factor = weights == 0.0f ? 0.0f : (float)(args->output_scale / (double)weights);
     for (int d = 0; d < KBMLA_HEAD_DIM_V; d++)
         out[d] = kbmla_float_to_bf16(sum[d] * factor);
     if (args->lse != NULL)
-        args->lse[batch * args->lse_batch_stride + token * args->lse_token_stride +
-                  head * args->lse_head_stride] =
+        args->lse[kbmla_lse_row(args, num_heads, batch, row)] =
             weights == 0.0f ? -INFINITY : (float)((double)largest + log2((double)weights));
 }
 

@@ -122,6 +122,7 @@ static __device__ void store_rows(const decode_params &params, const work_item &
                                   const float (&o)[M_TILES][8][4], const float (&l)[M_TILES][2],
                                   const float (&row_max)[M_TILES][2], uint32_t warp,
                                   uint32_t lane) {
+    const kbmla_decode_args &args = params.args;
     const int32_t column = 64 * warp + 4 * (lane & 3);
 #pragma unroll
     for (int m = 0; m < M_TILES; m++) {
@@ -144,8 +145,9 @@ static __device__ void store_rows(const decode_params &params, const work_item &
                         is_empty ? 0.0f : o[m][2 * c + (i & 1)][2 * half + (i >> 1)] * scale;
             int32_t row = item.first_row + local;
             if (item.slot < 0) {
-                __nv_bfloat16 *to = reinterpret_cast<__nv_bfloat16 *>(params.args.out) +
-                                    out_row(params, item.batch, row) + column;
+                __nv_bfloat16 *to = reinterpret_cast<__nv_bfloat16 *>(args.out) +
+                                    kbmla_out_row(&args, params.num_heads, item.batch, row) +
+                                    column;
 #pragma unroll
                 for (int c = 0; c < 4; c++) {
                     __nv_bfloat162 low = __floats2bfloat162_rn(value[c][0] * params.output_scale,
@@ -155,14 +157,14 @@ static __device__ void store_rows(const decode_params &params, const work_item &
                     *reinterpret_cast<uint2 *>(to + 16 * c) = make_uint2(
                         *reinterpret_cast<uint32_t *>(&low), *reinterpret_cast<uint32_t *>(&high));
                 }
-                if (params.args.lse != NULL && warp == 0 && (lane & 3) == 0)
-                    params.args.lse[lse_row(params, item.batch, row)] = lse;
+                if (args.lse != NULL && warp == 0 && (lane & 3) == 0)
+                    args.lse[kbmla_lse_row(&args, params.num_heads, item.batch, row)] = lse;
                 continue;
             }
             int64_t slot_row = partial_row(params, item.slot, item.tile_row, local);
             if (params.partial_fp16) {
-                __half *to = static_cast<__half *>(params.args.workspace) +
-                             slot_row * KBMLA_HEAD_DIM_V + column;
+                __half *to =
+                    static_cast<__half *>(args.workspace) + slot_row * KBMLA_HEAD_DIM_V + column;
 #pragma unroll
                 for (int c = 0; c < 4; c++) {
                     __half2 low = __floats2half2_rn(value[c][0], value[c][1]);
@@ -171,8 +173,8 @@ static __device__ void store_rows(const decode_params &params, const work_item &
                         *reinterpret_cast<uint32_t *>(&low), *reinterpret_cast<uint32_t *>(&high));
                 }
             } else {
-                float *to = static_cast<float *>(params.args.workspace) +
-                            slot_row * KBMLA_HEAD_DIM_V + column;
+                float *to =
+                    static_cast<float *>(args.workspace) + slot_row * KBMLA_HEAD_DIM_V + column;
 #pragma unroll
                 for (int c = 0; c < 4; c++)
                     *reinterpret_cast<float4 *>(to + 16 * c) =

@@ -178,9 +178,7 @@ static __device__ __forceinline__ int32_t visible_keys(const decode_params &para
 
 static __device__ __forceinline__ const uint8_t *query_row(const decode_params &params,
                                                            int32_t batch, int32_t row) {
-    return params.args.query + batch * params.args.query_batch_stride +
-           row / params.num_heads * params.args.query_token_stride +
-           row % params.num_heads * params.args.query_head_stride;
+    return params.args.query + kbmla_query_row(&params.args, params.num_heads, batch, row);
 }
 
 /* What stands for the address of a KV row on a page that the cache does not have. */
@@ -195,22 +193,6 @@ static __device__ __forceinline__ uint64_t cache_row(const decode_params &params
                ? (uint64_t)(params.args.cache + page * params.args.cache_page_stride +
                             page_row * params.args.cache_row_stride)
                : MISSING_ROW;
-}
-
-/* Element of `out` that a row begins with. */
-static __device__ __forceinline__ int64_t out_row(const decode_params &params, int32_t batch,
-                                                  int32_t row) {
-    return batch * params.args.out_batch_stride +
-           row / params.num_heads * params.args.out_token_stride +
-           row % params.num_heads * params.args.out_head_stride;
-}
-
-/* Element of `lse` of a row. */
-static __device__ __forceinline__ int64_t lse_row(const decode_params &params, int32_t batch,
-                                                  int32_t row) {
-    return batch * params.args.lse_batch_stride +
-           row / params.num_heads * params.args.lse_token_stride +
-           row % params.num_heads * params.args.lse_head_stride;
 }
 
 /* Row of the workspace of row `local` of the block. */

@@ -152,26 +152,9 @@ static __device__ __forceinline__ void add_split(quad<float> (&sum)[VECTORS],
 /* Row of the workspace of a request's row in its first split; others are a q tile's rows apart. */
 static __device__ __forceinline__ int64_t first_partial(const reduce_params &params,
                                                         const split_request &request, int32_t row) {
-    const int32_t tile_rows = params.sizes.q_tile_rows, q_tile = kbmla_div(row, tile_rows);
+    const int32_t tile_rows = params.sizes.q_tile_rows, q_tile = kbmla_div_small(row, tile_rows);
     const int64_t slot = kbmla_partial_slot(request.base, q_tile, (int32_t)request.planned, 0);
     return slot * tile_rows + row - q_tile * tile_rows;
-}
-
-/* Elements of out and lse that a request's row begins with. */
-struct result_place {
-    int64_t out, lse;
-};
-
-static __device__ __forceinline__ result_place find_result(const reduce_params &params,
-                                                           const split_request &request,
-                                                           int32_t row) {
-    const kbmla_decode_args &args = params.args;
-    const int32_t batch = (int32_t)request.batch, token = kbmla_div(row, params.num_heads),
-                  head = row - token * params.num_heads;
-    return {batch * args.out_batch_stride + token * args.out_token_stride +
-                head * args.out_head_stride,
-            batch * args.lse_batch_stride + token * args.lse_token_stride +
-                head * args.lse_head_stride};
 }
 
 static __device__ __forceinline__ const float *partial_lses(const reduce_params &params,
@@ -227,18 +210,19 @@ merge_few(const reduce_params &params, const split_request &request, int32_t row
         }
     }
     const float scale = total == 0.0f ? 0.0f : __fdividef(params.output_scale, total);
-    const result_place place = find_result(params, request, row);
+    const int32_t batch = (int32_t)request.batch;
+    uint16_t *out = args.out + kbmla_out_row(&args, params.num_heads, batch, row) + 4 * lane;
 #pragma unroll
     for (int v = 0; v < VECTORS; v++) {
         quad<__nv_bfloat16> merged;
 #pragma unroll
         for (int c = 0; c < 4; c++)
             merged.x[c] = __float2bfloat16_rn(sum[v].x[c] * scale);
-        *reinterpret_cast<quad<__nv_bfloat16> *>(args.out + place.out + 4 * lane + 128 * v) =
-            merged;
+        *reinterpret_cast<quad<__nv_bfloat16> *>(out + 128 * v) = merged;
     }
     if (args.lse != NULL && lane == 0)
-        args.lse[place.lse] = total == 0.0f ? -INFINITY : most + log2f(total);
+        args.lse[kbmla_lse_row(&args, params.num_heads, batch, row)] =
+            total == 0.0f ? -INFINITY : most + log2f(total);
 }
 
 /* The rows of `num_requests` requests of more than FEW splits, each by COLUMN_BLOCKS blocks, or by
@@ -262,7 +246,7 @@ static __device__ __forceinline__ void merge_many(const reduce_params &params, r
                 : step / 2 * 2 * (int32_t)gridDim.x + 2 * (int32_t)blockIdx.x + step % 2;
         if (task >= num_requests * rows * COLUMN_BLOCKS)
             break;
-        const int32_t at = kbmla_div(task / COLUMN_BLOCKS, rows);
+        const int32_t at = kbmla_div_small(task / COLUMN_BLOCKS, rows);
         const split_request request = smem.requests[KBMLA_MAX_REQUESTS - 1 - at];
         const int32_t count = (int32_t)request.count, column = task % COLUMN_BLOCKS * COLUMNS;
         const int32_t row = task / COLUMN_BLOCKS - at * rows;
@@ -327,11 +311,13 @@ static __device__ __forceinline__ void merge_many(const reduce_params &params, r
                 merged.y = w == 0.0f ? merged.y : fmaf(w, part[t].y, merged.y);
             }
             const float scale = total == 0.0f ? 0.0f : __fdividef(params.output_scale, total);
-            const result_place place = find_result(params, request, row);
-            *reinterpret_cast<__nv_bfloat162 *>(args.out + place.out + column + 2 * thread) =
+            const int32_t batch = (int32_t)request.batch;
+            uint16_t *out = args.out + kbmla_out_row(&args, params.num_heads, batch, row);
+            *reinterpret_cast<__nv_bfloat162 *>(out + column + 2 * thread) =
                 __floats2bfloat162_rn(merged.x * scale, merged.y * scale);
             if (args.lse != NULL && column == 0 && thread == 0)
-                args.lse[place.lse] = total == 0.0f ? -INFINITY : most + log2f(total);
+                args.lse[kbmla_lse_row(&args, params.num_heads, batch, row)] =
+                    total == 0.0f ? -INFINITY : most + log2f(total);
         }
         __syncthreads(); /* what the warps left for each other is the next task's */
     }
@@ -351,7 +337,7 @@ static __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
      * the last block on, as the first ones have the rows of more splits. */
     for (int32_t at = warp * blocks + blocks - 1 - (int32_t)blockIdx.x; at < listed.x * rows;
          at += WARPS * blocks) {
-        const int32_t request_at = kbmla_div(at, rows);
+        const int32_t request_at = kbmla_div_small(at, rows);
         const split_request request = smem.requests[request_at];
         merge_few<T>(params, request, at - request_at * rows, lane);
     }

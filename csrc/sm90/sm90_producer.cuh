@@ -256,8 +256,10 @@ static __device__ __forceinline__ void produce_query(const decode_params &params
                 smem.visible[parity][row] =
                     sees_all ? item.length : visible_keys(params, item.batch, item.length, own);
                 if (info.slot < 0) {
-                    smem.out_at[parity][row] = out_row(params, item.batch, own);
-                    smem.lse_at[parity][row] = lse_row(params, item.batch, own);
+                    smem.out_at[parity][row] =
+                        kbmla_out_row(&params.args, params.num_heads, item.batch, own);
+                    smem.lse_at[parity][row] =
+                        kbmla_lse_row(&params.args, params.num_heads, item.batch, own);
                 }
             }
             if (!query.is_tma)
