@@ -83,7 +83,7 @@ typedef struct kbmla_config {
     int32_t backend;          /* kbmla_backend */
     int32_t causal;           /* 1: query token t of q sees keys up to its own; 0: all keys */
     int32_t partial_fp16;     /* 1: unmerged outputs are stored as FP16, 0: as FP32 */
-    int32_t reducer_d_tiles;  /* 1 or 2 bands of the 512 output columns in the reduce */
+    int32_t reducer_d_tiles;  /* 1 or 2, without effect: the reduce shares columns by its rows */
     float p_scale;            /* power of two in 1..256, factor of P before its E4M3 rounding */
 } kbmla_config;
 

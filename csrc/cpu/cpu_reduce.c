@@ -5,8 +5,7 @@
  *
  * Every row is summed over its splits in ascending order with weights exp2(lse - largest lse). A
  * split in which the row saw nothing has lse -inf and is skipped without its output being read,
- * for the workspace is never cleared. NaN partials of a request stay NaN. `reducer_d_tiles` bands
- * the columns of the GPU kernels; a column's sum does not depend on it, so nothing here does.
+ * for the workspace is never cleared. NaN partials of a request stay NaN.
  *
  * Requests with one split were finished by the decode and are left alone, as are requests whose
  * slots a foreign plan placed outside the workspace.

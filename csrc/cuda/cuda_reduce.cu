@@ -38,7 +38,6 @@ struct reduce_params {
     kbmla_sizes sizes;
     int32_t num_heads;
     int32_t tail;
-    int32_t bands; /* blocks that share the halves of a row, where rows are many: 1 or 2 */
     float output_scale;
 };
 
@@ -225,8 +224,7 @@ merge_few(const reduce_params &params, const split_request &request, int32_t row
             total == 0.0f ? -INFINITY : most + log2f(total);
 }
 
-/* The rows of `num_requests` requests of more than FEW splits, each by COLUMN_BLOCKS blocks, or by
- * one in as many steps. */
+/* The rows of `num_requests` requests of more than FEW splits, each by COLUMN_BLOCKS blocks. */
 template <int COLUMN_BLOCKS, typename T>
 static __device__ __forceinline__ void merge_many(const reduce_params &params, reduce_smem &smem,
                                                   int32_t num_requests) {
@@ -238,14 +236,8 @@ static __device__ __forceinline__ void merge_many(const reduce_params &params, r
     const int32_t thread = (int32_t)threadIdx.x, lane = thread & 31, warp = uniform(thread >> 5);
     const int32_t half = lane / LANES, team = warp + WARPS * half;
     const int32_t rows = params.sizes.rows, rows_per_tile = params.sizes.q_tile_rows;
-    for (int32_t step = 0;; step++) {
-        /* With one band a block takes both halves of a row in turn. */
-        const int32_t task =
-            COLUMN_BLOCKS > 2 || params.bands == 2
-                ? step * (int32_t)gridDim.x + (int32_t)blockIdx.x
-                : step / 2 * 2 * (int32_t)gridDim.x + 2 * (int32_t)blockIdx.x + step % 2;
-        if (task >= num_requests * rows * COLUMN_BLOCKS)
-            break;
+    for (int32_t task = (int32_t)blockIdx.x; task < num_requests * rows * COLUMN_BLOCKS;
+         task += (int32_t)gridDim.x) {
         const int32_t at = kbmla_div_small(task / COLUMN_BLOCKS, rows);
         const split_request request = smem.requests[KBMLA_MAX_REQUESTS - 1 - at];
         const int32_t count = (int32_t)request.count, column = task % COLUMN_BLOCKS * COLUMNS;
@@ -360,12 +352,8 @@ extern "C" kbmla_status kbmla_cuda_reduce(const kbmla_config *config, const kbml
                                           kbmla_error *err) {
     kbmla_cuda_device device;
     FORWARD_IF_ERROR(kbmla_cuda_current_device(&device, err));
-    reduce_params params = {*args,
-                            *sizes,
-                            config->num_heads,
-                            sizes->list_len - config->max_requests,
-                            config->reducer_d_tiles,
-                            (float)args->output_scale};
+    reduce_params params = {*args, *sizes, config->num_heads,
+                            sizes->list_len - config->max_requests, (float)args->output_scale};
     /* Column blocks of what can be split, at most. */
     const int32_t rows = kbmla_min(sizes->max_extra, args->num_requests) * sizes->rows;
     const int32_t blocks = kbmla_max(1, kbmla_min(8 * rows, device.num_sms * BLOCKS_PER_SM));
