@@ -221,6 +221,19 @@ static __device__ __forceinline__ void grid_dependency_wait() {
 #endif
 }
 
+/* The same with two pointers, not null, and an offset, not INT64_MIN, in hand: the wait hangs on
+ * their values, or the compiler would work them out behind it. */
+static __device__ __forceinline__ void grid_dependency_wait_with(const void *a, const void *b,
+                                                                 int64_t offset) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile(
+        "{\n.reg .pred p;\nsetp.ne.u64 p, %0, 0;\nsetp.ne.and.u64 p, %1, 0, p;\n"
+        "setp.ne.and.s64 p, %2, 0x8000000000000000, p;\n@p griddepcontrol.wait;\n}" ::"l"(a),
+        "l"(b), "l"(offset)
+        : "memory");
+#endif
+}
+
 /* Lets the next kernel of the stream start launching; before its own wait it must not read what
  * this kernel writes. */
 static __device__ __forceinline__ void grid_dependency_launch() {

@@ -11,9 +11,9 @@
  * sums are added in order. So a result depends neither on the number of blocks nor on what else is
  * in the step. Partials are loaded before their weights are known.
  *
- * Lengths and plan are read before the wait for decode. Decode triggers this launch only after its
- * own wait, so the kernels that write them are complete; alone, the reduce is launched without
- * programmatic launch.
+ * Lengths and plan are read, and what a block's first task loads is found, before the wait for
+ * decode. Decode triggers this launch only after its own wait, so the kernels that write them are
+ * complete; alone, the reduce is launched without programmatic launch.
  */
 #include "cuda_launch.h"
 #include "cuda_ptx.cuh"
@@ -170,13 +170,16 @@ merge_few(const reduce_params &params, const split_request &request, int32_t row
     constexpr int VECTORS = KBMLA_HEAD_DIM_V / 128, PAIR = 2; /* splits in flight */
     const kbmla_decode_args &args = params.args;
     const int32_t tile_rows = params.sizes.q_tile_rows, count = (int32_t)request.count;
+    const int32_t batch = (int32_t)request.batch;
     const int64_t first_row = first_partial(params, request, row);
     const float *lse = partial_lses(params, first_row);
     const T *from =
         static_cast<const T *>(args.workspace) + first_row * KBMLA_HEAD_DIM_V + 4 * lane;
+    const int64_t out_at = kbmla_out_row(&args, params.num_heads, batch, row) + 4 * lane;
     float weight[FEW], most = -INFINITY, total = 0.0f;
     quad<T> x[PAIR][VECTORS];
     quad<float> sum[VECTORS] = {};
+    grid_dependency_wait_with(lse, from, out_at);
 #pragma unroll
     for (int i = 0; i < FEW; i++)
         weight[i] = i < count ? lse[i * tile_rows] : -INFINITY;
@@ -209,15 +212,13 @@ merge_few(const reduce_params &params, const split_request &request, int32_t row
         }
     }
     const float scale = total == 0.0f ? 0.0f : __fdividef(params.output_scale, total);
-    const int32_t batch = (int32_t)request.batch;
-    uint16_t *out = args.out + kbmla_out_row(&args, params.num_heads, batch, row) + 4 * lane;
 #pragma unroll
     for (int v = 0; v < VECTORS; v++) {
         quad<__nv_bfloat16> merged;
 #pragma unroll
         for (int c = 0; c < 4; c++)
             merged.x[c] = __float2bfloat16_rn(sum[v].x[c] * scale);
-        *reinterpret_cast<quad<__nv_bfloat16> *>(out + 128 * v) = merged;
+        *reinterpret_cast<quad<__nv_bfloat16> *>(args.out + out_at + 128 * v) = merged;
     }
     if (args.lse != NULL && lane == 0)
         args.lse[kbmla_lse_row(&args, params.num_heads, batch, row)] =
@@ -241,17 +242,20 @@ static __device__ __forceinline__ void merge_many(const reduce_params &params, r
         const int32_t at = kbmla_div_small(task / COLUMN_BLOCKS, rows);
         const split_request request = smem.requests[KBMLA_MAX_REQUESTS - 1 - at];
         const int32_t count = (int32_t)request.count, column = task % COLUMN_BLOCKS * COLUMNS;
-        const int32_t row = task / COLUMN_BLOCKS - at * rows;
+        const int32_t row = task / COLUMN_BLOCKS - at * rows, batch = (int32_t)request.batch;
         const int64_t first_row = first_partial(params, request, row);
 
         /* count <= 256: lane i of warp w has split w + 8 i. A NaN makes the row NaN. */
         const int32_t own = warp + lane * WARPS;
-        const float lse =
-            own < count ? partial_lses(params, first_row)[own * rows_per_tile] : -INFINITY;
+        const float *own_lse = partial_lses(params, first_row) + own * rows_per_tile;
         const int32_t stride = rows_per_tile * KBMLA_HEAD_DIM_V;
         const int32_t steps = (count - warp + TEAMS - 1) / TEAMS;
         const T *partials = static_cast<const T *>(args.workspace) + first_row * KBMLA_HEAD_DIM_V +
                             column + 4 * (lane % LANES);
+        const int64_t out_at =
+            kbmla_out_row(&args, params.num_heads, batch, row) + column + 2 * thread;
+        grid_dependency_wait_with(own_lse, partials, out_at);
+        const float lse = own < count ? *own_lse : -INFINITY;
         quad<T> x[BATCH][VECTORS];
         load_batch(partials, stride, team, 0, steps, count, x);
         const float top = lane_max(lse), weight = weight_of(lse, top);
@@ -303,9 +307,7 @@ static __device__ __forceinline__ void merge_many(const reduce_params &params, r
                 merged.y = w == 0.0f ? merged.y : fmaf(w, part[t].y, merged.y);
             }
             const float scale = total == 0.0f ? 0.0f : __fdividef(params.output_scale, total);
-            const int32_t batch = (int32_t)request.batch;
-            uint16_t *out = args.out + kbmla_out_row(&args, params.num_heads, batch, row);
-            *reinterpret_cast<__nv_bfloat162 *>(out + column + 2 * thread) =
+            *reinterpret_cast<__nv_bfloat162 *>(args.out + out_at) =
                 __floats2bfloat162_rn(merged.x * scale, merged.y * scale);
             if (args.lse != NULL && column == 0 && thread == 0)
                 args.lse[kbmla_lse_row(&args, params.num_heads, batch, row)] =
@@ -323,7 +325,6 @@ static __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
                   warp = uniform((int32_t)threadIdx.x >> 5), blocks = (int32_t)gridDim.x;
     grid_dependency_launch();
     const int2 listed = list_requests(params, smem);
-    grid_dependency_wait();
 
     /* One warp of each block before a second of any: few rows then have the loads of many SMs. From
      * the last block on, as the first ones have the rows of more splits. */
@@ -340,6 +341,8 @@ static __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
         merge_many<4, T>(params, smem, listed.y);
     else
         merge_many<2, T>(params, smem, listed.y);
+    /* Of blocks without a row: the grid must not end before decode does. */
+    grid_dependency_wait();
 }
 
 static const void *reduce_kernel(int32_t partial_fp16) {
