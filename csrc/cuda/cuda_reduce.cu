@@ -170,45 +170,38 @@ merge_few(const reduce_params &params, const split_request &request, int32_t row
     constexpr int VECTORS = KBMLA_HEAD_DIM_V / 128, PAIR = 2; /* splits in flight */
     const kbmla_decode_args &args = params.args;
     const int32_t tile_rows = params.sizes.q_tile_rows, count = (int32_t)request.count;
-    const int32_t batch = (int32_t)request.batch;
+    const int32_t batch = (int32_t)request.batch, stride = tile_rows * KBMLA_HEAD_DIM_V;
     const int64_t first_row = first_partial(params, request, row);
-    const float *lse = partial_lses(params, first_row);
-    const T *from =
+    /* Lane i has the weight of split i. */
+    const float *own_lse = partial_lses(params, first_row) + lane * tile_rows;
+    const T *partials =
         static_cast<const T *>(args.workspace) + first_row * KBMLA_HEAD_DIM_V + 4 * lane;
     const int64_t out_at = kbmla_out_row(&args, params.num_heads, batch, row) + 4 * lane;
-    float weight[FEW], most = -INFINITY, total = 0.0f;
+    grid_dependency_wait_with(own_lse, partials, out_at);
+    const float lse = lane < count ? *own_lse : -INFINITY;
+    float top, weight, total = 0.0f;
     quad<T> x[PAIR][VECTORS];
     quad<float> sum[VECTORS] = {};
-    grid_dependency_wait_with(lse, from, out_at);
-#pragma unroll
-    for (int i = 0; i < FEW; i++)
-        weight[i] = i < count ? lse[i * tile_rows] : -INFINITY;
 #pragma unroll
     for (int first = 0; first < FEW; first += PAIR) {
         if (first >= count)
             break;
 #pragma unroll
-        for (int i = 0; i < PAIR; i++)
+        for (int i = 0; i < PAIR; i++) {
+            const T *from = partials + kbmla_min(first + i, count - 1) * stride;
 #pragma unroll
             for (int v = 0; v < VECTORS; v++)
-                x[i][v] = *reinterpret_cast<const quad<T> *>(
-                    from + kbmla_min(first + i, count - 1) * tile_rows * KBMLA_HEAD_DIM_V +
-                    128 * v);
+                x[i][v] = *reinterpret_cast<const quad<T> *>(from + 128 * v);
+        }
         if (first == 0) {
-            bool is_nan = false;
-#pragma unroll
-            for (int i = 0; i < FEW; i++) {
-                most = fmaxf(most, weight[i]);
-                is_nan = is_nan || weight[i] != weight[i];
-            }
-#pragma unroll
-            for (int i = 0; i < FEW; i++)
-                weight[i] = is_nan ? NAN : weight_of(weight[i], most);
+            top = lane_max(lse);
+            weight = weight_of(lse, top);
         }
 #pragma unroll
         for (int i = 0; i < PAIR; i++) {
-            total += weight[first + i];
-            add_split(sum, x[i], weight[first + i]);
+            const float w = __shfl_sync(FULL_WARP, weight, first + i);
+            total += w;
+            add_split(sum, x[i], w);
         }
     }
     const float scale = total == 0.0f ? 0.0f : __fdividef(params.output_scale, total);
@@ -222,7 +215,7 @@ merge_few(const reduce_params &params, const split_request &request, int32_t row
     }
     if (args.lse != NULL && lane == 0)
         args.lse[kbmla_lse_row(&args, params.num_heads, batch, row)] =
-            total == 0.0f ? -INFINITY : most + log2f(total);
+            total == 0.0f ? -INFINITY : top + log2f(total);
 }
 
 /* The rows of `num_requests` requests of more than FEW splits, each by COLUMN_BLOCKS blocks. */
