@@ -394,7 +394,7 @@ extern "C" kbmla_status kbmla_cuda_decode(const kbmla_config *config, const kbml
     params.block_rows = 16 * shape.m_tiles;
     params.num_stages = shape.num_stages;
     void *arguments[] = {&params};
-    return kbmla_cuda_launch(shape.kernel, config->num_clusters * shape.blocks_per_cluster,
+    return kbmla_cuda_launch(shape.kernel, config->num_clusters * shape.blocks_per_cluster, 1,
                              shape.threads, shape.smem_bytes, args->pdl != 0 && device.has_pdl,
                              arguments, stream, err);
 }

@@ -62,9 +62,9 @@ kbmla_status kbmla_cuda_fail(kbmla_error *err, cudaError_t code, const char *cal
     return KBMLA_CUDA;
 }
 
-kbmla_status kbmla_cuda_launch(const void *kernel, int32_t blocks, int32_t threads,
-                               int32_t smem_bytes, bool pdl, void **arguments, cudaStream_t stream,
-                               kbmla_error *err, int32_t cluster_blocks) {
+kbmla_status kbmla_cuda_launch(const void *kernel, int32_t blocks, int32_t cluster_blocks,
+                               int32_t threads, int32_t smem_bytes, bool pdl, void **arguments,
+                               cudaStream_t stream, kbmla_error *err) {
     cudaLaunchAttribute attributes[2] = {};
     unsigned used = 0;
     if (pdl) {

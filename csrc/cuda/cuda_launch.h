@@ -23,8 +23,8 @@ kbmla_status kbmla_cuda_fail(kbmla_error *err, cudaError_t code, const char *cal
 /* Launches a kernel of `blocks` blocks, `cluster_blocks` to a cluster; with `pdl` it may start
  * while its predecessor in the stream still runs, and must wait by itself before it reads what the
  * predecessor writes (grid_dependency_wait). */
-kbmla_status kbmla_cuda_launch(const void *kernel, int32_t blocks, int32_t threads,
-                               int32_t smem_bytes, bool pdl, void **arguments, cudaStream_t stream,
-                               kbmla_error *err, int32_t cluster_blocks = 1);
+kbmla_status kbmla_cuda_launch(const void *kernel, int32_t blocks, int32_t cluster_blocks,
+                               int32_t threads, int32_t smem_bytes, bool pdl, void **arguments,
+                               cudaStream_t stream, kbmla_error *err);
 
 #endif

@@ -15,8 +15,8 @@
  * the barriers, and what all of them need is computed by one. All sums are of integers, so their
  * order does not matter to the result.
  *
- * Where blocks can form a cluster (SM90 on), larger batches are planned by one: each block prices
- * some of the candidates, tells all blocks the prices, and lists the requests of its share. What
+ * Where blocks can form a cluster (SM90 on), one plans: each block prices some of the candidates,
+ * tells all blocks the prices, and lists the requests of its share. What
  * else they need every block computes by itself, since a second exchange would cost more.
  */
 #include "cuda_launch.h"
@@ -27,7 +27,6 @@
 enum {
     MAX_WARPS = 32,
     MAX_BLOCKS = 8,    /* of a cluster */
-    ALONE = 0,         /* requests that one block plans faster than a cluster */
     MAX_LISTED = 2048, /* splits of a block whose groups are looked up */
     COPIES = 4,        /* of a sum that lanes of one warp add to at once */
     PITCH = 17,        /* of the sums of a price class: 16 or COPIES are in use */
@@ -456,8 +455,7 @@ extern "C" kbmla_status kbmla_cuda_plan(const kbmla_config *config, const kbmla_
     params.list_len = sizes->list_len;
     params.tail = sizes->list_len - config->max_requests;
     const bool is_balanced = params.rule.policy == KBMLA_POLICY_BALANCED;
-    const int32_t blocks =
-        is_balanced && device.has_clusters && args->num_requests > ALONE ? MAX_BLOCKS : 1;
+    const int32_t blocks = is_balanced && device.has_clusters ? MAX_BLOCKS : 1;
     params.candidate_bits = 0;
     while (blocks << params.candidate_bits < params.rule.num_candidates)
         params.candidate_bits++;
@@ -471,6 +469,6 @@ extern "C" kbmla_status kbmla_cuda_plan(const kbmla_config *config, const kbmla_
     void *arguments[] = {&params};
     const void *kernel = is_balanced ? reinterpret_cast<const void *>(cuda_plan_kernel<true>)
                                      : reinterpret_cast<const void *>(cuda_plan_kernel<false>);
-    return kbmla_cuda_launch(kernel, blocks, threads, 0, device.has_pdl != 0, arguments, stream,
-                             err, blocks);
+    return kbmla_cuda_launch(kernel, blocks, blocks, threads, 0, device.has_pdl != 0, arguments,
+                             stream, err);
 }

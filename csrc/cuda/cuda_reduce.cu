@@ -354,6 +354,6 @@ extern "C" kbmla_status kbmla_cuda_reduce(const kbmla_config *config, const kbml
     const int32_t rows = kbmla_min(sizes->max_extra, args->num_requests) * sizes->rows;
     const int32_t blocks = kbmla_max(1, kbmla_min(8 * rows, device.num_sms * BLOCKS_PER_SM));
     void *arguments[] = {&params};
-    return kbmla_cuda_launch(reduce_kernel(config->partial_fp16), blocks, THREADS, 0,
+    return kbmla_cuda_launch(reduce_kernel(config->partial_fp16), blocks, 1, THREADS, 0,
                              args->pdl != 0 && device.has_pdl, arguments, stream, err);
 }

@@ -437,6 +437,6 @@ extern "C" kbmla_status kbmla_sm90_decode(const kbmla_config *config, const kbml
     kbmla_sm90_encode_pages(args, &maps.pages);
     kbmla_sm90_encode_query(args, config->num_heads, config->q_len, shape.block_rows, &maps.query);
     void *arguments[] = {&params, &maps};
-    return kbmla_cuda_launch(shape.kernel, config->num_clusters * shape.blocks_per_cluster, THREADS,
-                             shape.smem_bytes, args->pdl != 0, arguments, stream, err);
+    return kbmla_cuda_launch(shape.kernel, config->num_clusters * shape.blocks_per_cluster, 1,
+                             THREADS, shape.smem_bytes, args->pdl != 0, arguments, stream, err);
 }
