@@ -455,7 +455,8 @@ extern "C" kbmla_status kbmla_cuda_plan(const kbmla_config *config, const kbmla_
     params.list_len = sizes->list_len;
     params.tail = sizes->list_len - config->max_requests;
     const bool is_balanced = params.rule.policy == KBMLA_POLICY_BALANCED;
-    const int32_t blocks = is_balanced && device.has_clusters ? MAX_BLOCKS : 1;
+    const int32_t blocks =
+        is_balanced && device.has_clusters && args->num_requests > 0 ? MAX_BLOCKS : 1;
     params.candidate_bits = 0;
     while (blocks << params.candidate_bits < params.rule.num_candidates)
         params.candidate_bits++;
