@@ -8,7 +8,8 @@
 #                one long, the others run the files that say most about a kernel
 #   contract     the contract's tests, $CONTRACT, on CUDA
 #   sanitize     compute-sanitizer's memcheck, racecheck, synccheck and initcheck, each over the
-#                short tests marked sanitize, on the first of $BACKENDS
+#                short tests marked sanitize, on each of $BACKENDS, once it has found the fault of a
+#                faulty kernel
 #   bench        benchmarks/bench_decode.py
 #
 # kbmla is taken from this tree as built (kbmla/_C.abi3.so); nothing is built, installed or fetched.
@@ -31,10 +32,6 @@
 set -u
 
 STEPS="correctness contract sanitize bench"
-# Kernels of this project by their names. The checks of torch's own kernels would cost most of the
-# time. initcheck has to see every kernel: it learns from them which memory was written.
-KERNELS='kns=(cuda|sm90)_[a-z0-9_]*kernel'
-
 stop() {
     echo "device.sh: $1" >&2
     exit 2
@@ -208,17 +205,23 @@ for step in $wanted; do
                 continue
             fi
             for tool in ${SANITIZERS:-memcheck racecheck synccheck initcheck}; do
-                options=(--tool "$tool" --error-exitcode 86 --print-limit 20)
-                [ "$tool" = initcheck ] || options+=(--kernel-regex "$KERNELS")
-                # torch probes the driver with calls that are meant to fail.
-                [ "$tool" != memcheck ] || options+=(--report-api-errors no)
                 # Without torch's cache every tensor is an allocation of its own, so a read past one
                 # is a read of nothing instead of a read of a neighbour.
-                run "$tool" "${LIMIT_SANITIZE:-120}" sanitize.log \
-                    env PYTORCH_NO_CUDA_MEMORY_CACHING=1 \
-                    compute-sanitizer "${options[@]}" \
-                    "$python" -m pytest -p no:cacheprovider tests -m sanitize \
-                    --backend "${backends%% *}" -x
+                checked=(env PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool "$tool"
+                    --error-exitcode 86 --print-limit 20)
+                # torch probes the driver with calls that are meant to fail.
+                [ "$tool" != memcheck ] || checked+=(--report-api-errors no)
+                "${checked[@]}" "$python" tests/faulty_kernel.py "$tool" >"$logs/faulty.log" 2>&1
+                if [ $? -ne 86 ]; then
+                    cat "$logs/faulty.log" >>"$logs/sanitize.log"
+                    record "$tool" fail 0 "did not find the fault of tests/faulty_kernel.py"
+                    continue
+                fi
+                for backend in $backends; do
+                    run "$tool $backend" "${LIMIT_SANITIZE:-120}" sanitize.log \
+                        "${checked[@]}" "$python" -m pytest -p no:cacheprovider tests -m sanitize \
+                        --backend "$backend" -x
+                done
             done
             ;;
         bench)

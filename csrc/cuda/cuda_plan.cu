@@ -242,11 +242,11 @@ static __global__ void __launch_bounds__(1024)
     for (int32_t i = batch; i < (int32_t)(offsetof(plan_smem, request) / 16); i += threads)
         reinterpret_cast<int4 *>(&smem)[i] = make_int4(0, 0, 0, 0);
     if (is_balanced && blocks > 1) {
-        if (batch == 0) {
+        if (batch == 0)
             mbarrier_init(priced, 1);
-            mbarrier_expect_bytes(priced, (uint32_t)(rule.num_candidates * sizeof(int32_t)));
-        }
         cluster_sync(); /* a block may be stored to once it runs */
+        if (batch == 0)
+            mbarrier_expect_bytes(priced, (uint32_t)(rule.num_candidates * sizeof(int32_t)));
     }
     /* The lengths' address is translated while the kernel before still runs. */
     if (is_request && lane == 0)

@@ -323,7 +323,7 @@ static __global__ void __launch_bounds__(THREADS, 1)
                           maps.pages.is_tma ? 1 : (uint32_t)ROW_WARPS);
             mbarrier_init(smem_address(&smem.empty_bar[stage]), CONSUMER_WARPS);
         }
-        mbarrier_init(smem_address(&smem.query_full_bar), 1);
+        mbarrier_init(smem_address(&smem.query_full_bar), 32);
         mbarrier_init(smem_address(&smem.query_empty_bar), CONSUMER_WARPS);
         fence_barrier_init();
         if (maps.query.is_tma) {

@@ -269,8 +269,11 @@ static __device__ __forceinline__ void produce_query(const decode_params &params
             if (lane == 0)
                 info.clean_end = kbmla_min((int32_t)info.end, smem.visible[parity][0]);
         }
+        /* Each lane for what it wrote. */
         if (lane == 0)
             mbarrier_arrive_expect(full, tile.is_valid && query.is_tma ? N * KBMLA_HEAD_DIM_QK : 0);
+        else
+            mbarrier_arrive(full);
         if (!tile.is_valid)
             return;
         parity ^= 1;
