@@ -211,7 +211,7 @@ for step in $wanted; do
                     --error-exitcode 86 --print-limit 20)
                 # torch probes the driver with calls that are meant to fail.
                 [ "$tool" != memcheck ] || checked+=(--report-api-errors no)
-                "${checked[@]}" "$python" tests/faulty_kernel.py "$tool" >"$logs/faulty.log" 2>&1
+                timeout 60 "${checked[@]}" "$python" tests/faulty_kernel.py "$tool" >"$logs/faulty.log" 2>&1
                 if [ $? -ne 86 ]; then
                     cat "$logs/faulty.log" >>"$logs/sanitize.log"
                     record "$tool" fail 0 "did not find the fault of tests/faulty_kernel.py"

@@ -13,15 +13,18 @@ import torch
 
 SOURCE = """
 extern "C" __global__ void faulty_kernel(int *data, int tool) {
-    __shared__ int shared;
+    __shared__ volatile int shared[64];
     if (tool == 0)
         data[1 << 20] = 1;
     if (tool == 1) {
-        shared = threadIdx.x;
-        data[threadIdx.x] = shared;
+        shared[threadIdx.x] = threadIdx.x;
+        data[threadIdx.x] = shared[63 - threadIdx.x]; /* of the other warp */
     }
-    if (tool == 2 && threadIdx.x % 2)
-        __syncthreads();
+    if (tool == 2) {
+        __syncwarp(1); /* not the lanes that are here */
+        if (threadIdx.x % 2)
+            __syncthreads();
+    }
     if (tool == 3)
         data[threadIdx.x] += 1;
 }
