@@ -111,7 +111,7 @@ KBMLA_HOST_DEVICE kbmla_work_tile kbmla_unpack_entry(int32_t entry, int32_t num_
 
 /* KV tiles of a length; a length <= 0 has none. */
 KBMLA_HOST_DEVICE int32_t kbmla_num_tiles(int32_t length) {
-    return length > 0 ? kbmla_ceil_div(length, KBMLA_TILE_TOKENS) : 0;
+    return (int32_t)(((uint32_t)kbmla_max(length, 0) + KBMLA_TILE_TOKENS - 1) / KBMLA_TILE_TOKENS);
 }
 
 typedef struct kbmla_split_range {

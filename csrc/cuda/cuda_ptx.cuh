@@ -31,6 +31,10 @@ static __device__ __forceinline__ float in_register(float value) {
     asm volatile("" : "+f"(value));
     return value;
 }
+static __device__ __forceinline__ const int32_t *in_register(const int32_t *value) {
+    asm volatile("" : "+l"(value));
+    return value;
+}
 
 /* ---- asynchronous copies and their barriers */
 
@@ -102,6 +106,13 @@ static __device__ __forceinline__ void prefetch_l2(const void *gmem) {
 /* 16 bytes of the same word. */
 static __device__ __forceinline__ void store_shared_16(uint32_t smem, uint32_t word) {
     asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(smem), "r"(word) : "memory");
+}
+
+/* Past L1, and as it is at this point: what another kernel may be writing. */
+static __device__ __forceinline__ int32_t load_relaxed(const int32_t *gmem) {
+    int32_t x;
+    asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(x) : "l"(gmem) : "memory");
+    return x;
 }
 
 /* ---- matrices */
@@ -231,6 +242,17 @@ static __device__ __forceinline__ void grid_dependency_wait_with(const void *a, 
         "setp.ne.and.s64 p, %2, 0x8000000000000000, p;\n@p griddepcontrol.wait;\n}" ::"l"(a),
         "l"(b), "l"(offset)
         : "memory");
+#endif
+}
+
+/* The same with any other two values but INT64_MIN in hand. */
+static __device__ __forceinline__ void grid_dependency_wait_with(int64_t a, int64_t b) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("{\n.reg .pred p;\nsetp.ne.s64 p, %0, 0x8000000000000000;\n"
+                 "setp.ne.and.s64 p, %1, 0x8000000000000000, p;\n@p griddepcontrol.wait;\n}"
+                 :
+                 : "l"(a), "l"(b)
+                 : "memory");
 #endif
 }
 

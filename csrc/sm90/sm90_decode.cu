@@ -336,11 +336,11 @@ static __global__ void __launch_bounds__(THREADS, 1)
         }
     }
     __syncthreads();
-    prefetch_plan(params);
-    grid_dependency_wait();
-    grid_dependency_launch(); /* from here on the reduce may read lengths and plan */
-
+    /* Each producer waits for the kernel before where it first needs it, and triggers the next.
+     * Consumers touch memory only behind what the producers leave in shared memory, and the block
+     * ends with its producers. */
     if (threadIdx.x < CONSUMERS) {
+        prefetch_plan(params);
         warpgroup_take_registers<CONSUMER_REGISTERS>();
         consume<N>(params, smem);
         return;

@@ -45,19 +45,24 @@ static __device__ __forceinline__ void produce_pages(const decode_params &params
      * step, unlike plan, tables and partial results. */
     const uint64_t policy = l2_evict_first();
     ring_place<N> place = {0};
-    const request_facts facts = load_lane_facts(params);
-    kbmla_work_walk walk = start_walk(params);
-    for (kbmla_tile tile = kbmla_work_walk_current(&walk); tile.is_valid;
-         kbmla_work_walk_advance(&walk, 1), tile = kbmla_work_walk_current(&walk)) {
+    item_reader reader = start_items(params);
+#pragma unroll 1
+    for (;;) {
         work_item item;
-        if (!load_item(params, facts, tile, item))
-            continue;
+        find_item(params, reader, item);
         const int32_t *table =
             params.args.block_table + item.batch * params.args.block_table_stride;
         const uint32_t stages = (item.end - item.begin + KBMLA_TILE_TOKENS - 1) /
                                 KBMLA_TILE_TOKENS * (KBMLA_TILE_TOKENS / STAGE_TOKENS);
         uint32_t token = item.begin + lane * box_tokens; /* of this lane's box */
-        int32_t page = token < item.end ? table[token >> params.page_shift] : 0;
+        const int32_t *const own_page = table + (token >> params.page_shift);
+        if (reader.is_guess)
+            grid_dependency_wait_with((int64_t)own_page, item.end);
+        int32_t page = token < item.end ? *own_page : 0;
+        if (!is_confirmed(reader))
+            continue;
+        if (!reader.tile.is_valid)
+            return;
         int32_t next_page = 0;
         for (uint32_t stage = 0; stage < stages; stage++) {
             const uint32_t first = stage * boxes % 32; /* lane of the stage's first box */
@@ -100,6 +105,7 @@ static __device__ __forceinline__ void produce_pages(const decode_params &params
             }
             place = place.next();
         }
+        kbmla_work_walk_advance(&reader.walk, 1);
     }
 }
 
@@ -130,13 +136,17 @@ static __device__ __forceinline__ void produce_rows(const decode_params &params,
     const uint64_t policy = l2_evict_first();
     ring_place<N> place = {0};
     uint32_t on_their_way = 0;
-    const request_facts facts = load_lane_facts(params);
-    kbmla_work_walk walk = start_walk(params);
-    for (kbmla_tile tile = kbmla_work_walk_current(&walk); tile.is_valid;
-         kbmla_work_walk_advance(&walk, 1), tile = kbmla_work_walk_current(&walk)) {
+    item_reader reader = start_items(params);
+#pragma unroll 1
+    for (;;) {
         work_item item;
-        if (!load_item(params, facts, tile, item))
+        find_item(params, reader, item);
+        if (reader.is_guess)
+            grid_dependency_wait();
+        if (!is_confirmed(reader))
             continue;
+        if (!reader.tile.is_valid)
+            break;
         const int32_t *table = args.block_table + item.batch * args.block_table_stride;
         /* To the end of a whole tile. */
 #pragma unroll 1
@@ -180,6 +190,7 @@ static __device__ __forceinline__ void produce_rows(const decode_params &params,
                 on_their_way = ROW_LAG;
             }
         }
+        kbmla_work_walk_advance(&reader.walk, 1);
     }
     announce_rows<N>(smem, place, on_their_way, lane);
 }
@@ -223,18 +234,24 @@ static __device__ __forceinline__ void produce_query(const decode_params &params
     const bool sees_all = params.q_len == 1 && params.args.causal_lens == NULL;
     const uint64_t policy = l2_evict_normal();
     uint32_t parity = 0;
-    const request_facts facts = load_lane_facts(params);
-    kbmla_work_walk walk = start_walk(params);
-    for (kbmla_tile tile = kbmla_work_walk_current(&walk);;
-         kbmla_work_walk_advance(&walk, 1), tile = kbmla_work_walk_current(&walk)) {
+    item_reader reader = start_items(params);
+#pragma unroll 1
+    for (;;) {
         work_item item;
-        if (tile.is_valid && !load_item(params, facts, tile, item))
+        const bool is_item = find_item(params, reader, item);
+        if (reader.is_guess)
+            grid_dependency_wait_with(item.batch, item.first_row);
+        if (!is_confirmed(reader))
             continue;
+        if (reader.tile.is_valid && !is_item) {
+            kbmla_work_walk_advance(&reader.walk, 1);
+            continue;
+        }
         mbarrier_wait(empty, parity ^ 1);
         item_info &info = smem.item[parity];
         if (lane == 0) {
-            info.is_valid = tile.is_valid;
-            if (tile.is_valid) {
+            info.is_valid = is_item;
+            if (is_item) {
                 if (query.is_tma) {
                     tma_load_4d(q, &query.latent, 0, item.first_row, 0, item.batch, full, policy);
                     tma_load_3d(q + 4 * sm90_smem<N>::Q_PANEL_BYTES, &query.rope, 0, item.first_row,
@@ -248,7 +265,7 @@ static __device__ __forceinline__ void produce_query(const decode_params &params
             }
         }
         __syncwarp();
-        if (tile.is_valid) {
+        if (is_item) {
             const int32_t last = item.first_row + kbmla_max(item.rows - 1, 0);
 #pragma unroll 1
             for (int32_t row = (int32_t)lane; row < N; row += 32) {
@@ -271,11 +288,12 @@ static __device__ __forceinline__ void produce_query(const decode_params &params
         }
         /* Each lane for what it wrote. */
         if (lane == 0)
-            mbarrier_arrive_expect(full, tile.is_valid && query.is_tma ? N * KBMLA_HEAD_DIM_QK : 0);
+            mbarrier_arrive_expect(full, is_item && query.is_tma ? N * KBMLA_HEAD_DIM_QK : 0);
         else
             mbarrier_arrive(full);
-        if (!tile.is_valid)
+        if (!is_item)
             return;
+        kbmla_work_walk_advance(&reader.walk, 1);
         parity ^= 1;
     }
 }
