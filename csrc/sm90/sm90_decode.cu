@@ -50,28 +50,55 @@
 
 /* ------------------------------------------------------------------ consumers */
 
-static __device__ __forceinline__ void write_lse(const decode_params &params, const item_info &item,
+/* Where the rows of an item go. */
+struct item_rows {
+    int32_t slot;
+    int32_t tile_row;
+    int32_t count; /* that exist */
+};
+
+static __device__ __forceinline__ void write_lse(const decode_params &params, const item_rows &rows,
                                                  const int64_t *lse_at, int32_t local, float lse) {
-    if (local >= item.rows)
+    if (local >= rows.count)
         return;
-    if (item.slot >= 0)
-        *partial_lse(params, partial_row(params, item.slot, item.tile_row, local)) = lse;
+    if (rows.slot >= 0)
+        *partial_lse(params, partial_row(params, rows.slot, rows.tile_row, local)) = lse;
     else if (params.args.lse != NULL)
         params.args.lse[lse_at[local]] = lse;
 }
 
-/* What a row of O is multiplied by, and its lse. A row that has seen no key has sum 0. */
-static __device__ __forceinline__ float finish_row(const decode_params &params,
-                                                   const item_info &item, const int64_t *lse_at,
-                                                   int32_t local, float sum, float maximum,
-                                                   bool writes_lse) {
-    const bool is_empty = sum == 0.0f;
-    if (writes_lse)
-        write_lse(params, item, lse_at, local,
-                  is_empty
-                      ? -INFINITY
-                      : log2f(sum) - params.log2_p_scale + maximum * params.softmax_scale_log2);
-    return is_empty ? 0.0f : (item.slot < 0 ? params.output_scale : 1.0f) / sum;
+/*
+ * What the rows of O are multiplied by, and their lse, of rows lane, lane + 32. A row that has seen
+ * no key has sum 0. All rows at a time, and logarithms in all warps although one needs them: as
+ * chains that run beside one another they cost no time, behind one another they do.
+ */
+template <int N>
+static __device__ __forceinline__ void
+finish_rows(const decode_params &params, sm90_smem<N> &smem, float *factor,
+            float (&lse)[(N + 31) / 32], float numerator, bool has_stages, uint32_t lane) {
+    constexpr int ROUNDS = (N + 31) / 32;
+    uint32_t row[ROUNDS];
+    float sum[ROUNDS];
+    bool is_empty[ROUNDS];
+#pragma unroll
+    for (int i = 0; i < ROUNDS; i++) {
+        row[i] = min(32 * i + lane, (uint32_t)N - 1);
+        sum[i] = has_stages ? smem.row_sum[0][row[i]] + smem.row_sum[1][row[i]] : 0.0f;
+        lse[i] = smem.row_max[1][row[i]];
+        is_empty[i] = sum[i] == 0.0f;
+        sum[i] = is_empty[i] ? 1.0f : sum[i];
+    }
+#pragma unroll
+    for (int i = 0; i < ROUNDS; i++) {
+        lse[i] = log2f(sum[i]) - params.log2_p_scale + lse[i] * params.softmax_scale_log2;
+        lse[i] = in_register(is_empty[i] ? -INFINITY : lse[i]);
+    }
+#pragma unroll
+    for (int i = 0; i < ROUNDS; i++) {
+        const float quotient = in_register(numerator / sum[i]);
+        /* Lanes past the last row write its factor again. */
+        factor[row_position<N>(row[i])] = is_empty[i] ? 0.0f : quotient;
+    }
 }
 
 /* By selection: O of a row that has seen no key is 0 times values that may be anything. */
@@ -83,18 +110,18 @@ static __device__ __forceinline__ float scaled(float o, float factor) {
  * rows 2t and 2t + 1 of each 8. */
 template <int N>
 static __device__ __forceinline__ void
-store_rows(const decode_params &params, const item_info &item, const float (&o)[M_TILES][N / 2],
+store_rows(const decode_params &params, const item_rows &rows, const float (&o)[M_TILES][N / 2],
            const float *factor, const int64_t *out_at, uint32_t consumer_warp, uint32_t lane) {
     const int32_t first_row = 2 * (int32_t)(lane & 3);
     const int32_t column =
         (int32_t)(consumer_warp / 4 * V_COLUMNS + consumer_warp % 4 * 16 + 2 * (lane >> 2));
     factor += (lane & 3) * sm90_smem<N>::PITCH;
-    if (item.slot < 0) {
+    if (rows.slot < 0) {
         __nv_bfloat16 *out = reinterpret_cast<__nv_bfloat16 *>(params.args.out) + column;
 #pragma unroll
         for (int i = 0; i < N / 4; i++) {
             const int32_t local = 8 * (i >> 1) + first_row + (i & 1), at = 4 * (i >> 1) + (i & 1);
-            if (local < item.rows)
+            if (local < rows.count)
 #pragma unroll
                 for (int m = 0; m < M_TILES; m++)
                     *reinterpret_cast<__nv_bfloat162 *>(out + out_at[local] + 64 * m) =
@@ -103,14 +130,14 @@ store_rows(const decode_params &params, const item_info &item, const float (&o)[
         }
         return;
     }
-    const int64_t first = partial_row(params, item.slot, item.tile_row, first_row);
+    const int64_t first = partial_row(params, rows.slot, rows.tile_row, first_row);
     float *to = static_cast<float *>(params.args.workspace) + first * KBMLA_HEAD_DIM_V + column;
     __half *to_half =
         static_cast<__half *>(params.args.workspace) + first * KBMLA_HEAD_DIM_V + column;
 #pragma unroll
     for (int i = 0; i < N / 4; i++) {
         const int32_t local = 8 * (i >> 1) + (i & 1), at = 4 * (i >> 1) + (i & 1);
-        if (first_row + local < item.rows)
+        if (first_row + local < rows.count)
 #pragma unroll
             for (int m = 0; m < M_TILES; m++) {
                 const float x = scaled(o[m][at], factor[i]), y = scaled(o[m][at + 2], factor[i]);
@@ -279,16 +306,23 @@ static __device__ __forceinline__ void consume(const decode_params &params, sm90
                 own = own.next().next();
         }
 
+        const item_rows rows = {uniform(info.slot), uniform(info.tile_row), uniform(info.rows)};
         if (has_stages) {
             if (16 * self.warp < N) {
+                const uint32_t first = 16 * self.warp + (from_here(lane) >> 2);
+                float grown[2];
 #pragma unroll
-                for (int h = 0; h < 2; h++) {
-                    const uint32_t row = 16 * self.warp + (from_here(lane) >> 2) + 8 * h;
-                    const float grown = smem.row_max[self.group][row] - smem.row_max[1][row];
-                    const float sum = sum_of_lanes(sums[h]);
-                    if ((lane & 3) == 0)
-                        smem.row_sum[self.group][row] = sum * exp2_approx(grown * scale);
-                }
+                for (int h = 0; h < 2; h++)
+                    grown[h] =
+                        smem.row_max[self.group][first + 8 * h] - smem.row_max[1][first + 8 * h];
+                sum_of_lanes(sums);
+#pragma unroll
+                for (int h = 0; h < 2; h++)
+                    sums[h] *= exp2_approx(grown[h] * scale);
+                if ((lane & 3) == 0)
+#pragma unroll
+                    for (int h = 0; h < 2; h++)
+                        smem.row_sum[self.group][first + 8 * h] = sums[h];
             }
             /* All sums are written; P, factors and maxima of the item are no longer read but for
              * the last maxima. */
@@ -297,14 +331,16 @@ static __device__ __forceinline__ void consume(const decode_params &params, sm90
             mbarrier_arrive(smem_address(&smem.query_empty_bar)); /* no scores will */
         }
         float *const factor = smem.factor[block_warp];
-#pragma unroll 1
-        for (int32_t row = (int32_t)from_here(lane); row < N; row += 32) {
-            const float sum = has_stages ? smem.row_sum[0][row] + smem.row_sum[1][row] : 0.0f;
-            factor[row_position<N>(row)] = finish_row(params, info, smem.lse_at[parity], row, sum,
-                                                      smem.row_max[1][row], block_warp == 0);
-        }
+        float lse[(N + 31) / 32];
+        finish_rows<N>(params, smem, factor, lse, rows.slot < 0 ? params.output_scale : 1.0f,
+                       has_stages, from_here(lane));
         __syncwarp();
-        store_rows<N>(params, info, o, factor, smem.out_at[parity], block_warp, from_here(lane));
+        store_rows<N>(params, rows, o, factor, smem.out_at[parity], block_warp, from_here(lane));
+        if (block_warp == 0)
+#pragma unroll
+            for (int i = 0; i < (N + 31) / 32; i++)
+                write_lse(params, rows, smem.lse_at[parity], 32 * i + (int32_t)from_here(lane),
+                          lse[i]);
         __syncwarp();
     }
 }

@@ -70,10 +70,13 @@ static __device__ __forceinline__ void stage_maxima(float (&top)[2],
             top[h] = fmaxf(top[h], __shfl_xor_sync(FULL_WARP, top[h], bit));
 }
 
-/* The sum of a row's four lanes, in all of them. */
-static __device__ __forceinline__ float sum_of_lanes(float sum) {
-    sum += __shfl_xor_sync(FULL_WARP, sum, 1);
-    return sum + __shfl_xor_sync(FULL_WARP, sum, 2);
+/* The sums of each row's four lanes, in all of them. */
+static __device__ __forceinline__ void sum_of_lanes(float (&sums)[2]) {
+#pragma unroll
+    for (int bit = 1; bit <= 2; bit *= 2)
+#pragma unroll
+        for (int h = 0; h < 2; h++)
+            sums[h] += __shfl_xor_sync(FULL_WARP, sums[h], bit);
 }
 
 /* Where a lane writes its first 16 bytes of P, in a tile of P: row i % 8 of matrix i / 8, of which
