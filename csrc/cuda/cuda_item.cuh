@@ -184,12 +184,12 @@ struct item_reader {
     int32_t entry;
     request_facts facts; /* of the tile's request */
     const int32_t *entry_at, *length_at, *count_at, *element_at;
-    bool is_guess;
+    int32_t is_guess;
 };
 
 static __device__ __forceinline__ item_reader start_items(const decode_params &params) {
     item_reader reader = {start_walk(params)};
-    reader.is_guess = true;
+    reader.is_guess = 1;
     return reader;
 }
 
@@ -220,11 +220,9 @@ static __device__ __forceinline__ bool find_item(const decode_params &params, it
     return make_item(params, reader.facts, reader.tile, item) && reader.tile.is_valid;
 }
 
-/* Behind the wait: whether what was found is to be taken. If not it has to be found again. */
-static __device__ __forceinline__ bool is_confirmed(item_reader &reader) {
-    if (!reader.is_guess)
-        return true;
-    reader.is_guess = false;
+/* Of a guess, behind the wait: whether it is right. If not the item has to be found again. */
+static __device__ __forceinline__ bool check_guess(item_reader &reader) {
+    reader.is_guess = 0;
     const int32_t entry = read_entry(reader);
     const request_facts facts = read_facts(reader);
     grid_dependency_launch(); /* from here on the reduce may read lengths and plan */

@@ -39,6 +39,8 @@ static __device__ __forceinline__ void produce_pages(const decode_params &params
     const uint32_t lane = threadIdx.x & 31;
     const uint32_t box_tokens = pages.box_rows, boxes = STAGE_TOKENS / box_tokens;
     const uint32_t page_mask = (uint32_t)params.args.page_size - 1;
+    const uint32_t num_pages =
+        (uint32_t)in_register((int32_t)min(params.args.num_pages, (int64_t)INT32_MAX));
     const uint32_t ring = smem_address(smem.ring), full = smem_address(smem.full_bar),
                    empty = smem_address(smem.empty_bar);
     /* Blocks that share a line read it at about the same time; then no one needs it before the next
@@ -59,23 +61,19 @@ static __device__ __forceinline__ void produce_pages(const decode_params &params
         if (reader.is_guess)
             grid_dependency_wait_with((int64_t)own_page, item.end);
         int32_t page = token < item.end ? *own_page : 0;
-        if (!is_confirmed(reader))
+        if (reader.is_guess && !check_guess(reader))
             continue;
         if (!reader.tile.is_valid)
             return;
         int32_t next_page = 0;
         for (uint32_t stage = 0; stage < stages; stage++) {
             const uint32_t first = stage * boxes % 32; /* lane of the stage's first box */
-            if (first == 0) {
-                if (stage > 0) {
-                    token += 32 * box_tokens;
-                    page = next_page;
-                }
-                const uint32_t next = token + 32 * box_tokens;
-                next_page = next < item.end ? table[next >> params.page_shift] : 0;
+            if (first == 0 && stage > 0) {
+                token += 32 * box_tokens;
+                page = next_page;
             }
             const bool is_mine = lane - first < boxes && token < item.end;
-            const bool is_bad = is_mine && (uint32_t)page >= (uint64_t)params.args.num_pages;
+            const bool is_bad = is_mine && (uint32_t)page >= num_pages;
             const uint32_t good = __ballot_sync(FULL_WARP, is_mine && !is_bad);
             uint32_t bad = __ballot_sync(FULL_WARP, is_bad);
             const uint32_t to = ring + place.stage() * STAGE_BYTES;
@@ -87,9 +85,6 @@ static __device__ __forceinline__ void produce_pages(const decode_params &params
                 __syncwarp();
             }
             const uint32_t barrier = full + 8 * place.stage();
-            if (lane == 0)
-                mbarrier_arrive_expect(barrier, __popc(good) * box_tokens * KBMLA_HEAD_DIM_QK);
-            __syncwarp();
             if (good >> lane & 1) {
                 const uint32_t row = (lane - first) * box_tokens;
                 const int32_t page_row = (int32_t)(token & page_mask);
@@ -102,6 +97,13 @@ static __device__ __forceinline__ void produce_pages(const decode_params &params
                                     page_row, panel, page, barrier, policy);
                 tma_load_3d(to + LATENT_BYTES + row * 64, &pages.rope, 0, page_row, page, barrier,
                             policy);
+            }
+            /* The phase cannot end before this, however early a copy does. */
+            if (lane == 0)
+                mbarrier_arrive_expect(barrier, __popc(good) * box_tokens * KBMLA_HEAD_DIM_QK);
+            if (first == 0) {
+                const uint32_t next = token + 32 * box_tokens;
+                next_page = next < item.end ? table[next >> params.page_shift] : 0;
             }
             place = place.next();
         }
@@ -143,7 +145,7 @@ static __device__ __forceinline__ void produce_rows(const decode_params &params,
         find_item(params, reader, item);
         if (reader.is_guess)
             grid_dependency_wait();
-        if (!is_confirmed(reader))
+        if (reader.is_guess && !check_guess(reader))
             continue;
         if (!reader.tile.is_valid)
             break;
@@ -241,7 +243,7 @@ static __device__ __forceinline__ void produce_query(const decode_params &params
         const bool is_item = find_item(params, reader, item);
         if (reader.is_guess)
             grid_dependency_wait_with(item.batch, item.first_row);
-        if (!is_confirmed(reader))
+        if (reader.is_guess && !check_guess(reader))
             continue;
         if (reader.tile.is_valid && !is_item) {
             kbmla_work_walk_advance(&reader.walk, 1);
