@@ -204,22 +204,26 @@ static __device__ __forceinline__ void weigh(const decode_params &params, sm90_s
         token + STAGE_TOKENS > (uint32_t)uniform(smem.item[item.parity].clean_end);
     if (is_masked)
         clear_values(stage, token, smem.item[item.parity].end, self.warp, self.lane);
+    const bool has_rows = 16 * self.warp < N;
+    float top[2], kept[2], own_kept[2];
+    if (has_rows) {
+        if (is_masked)
+            mask_scores(s, smem_address(smem.visible[item.parity]) + self.row, token, self.lane);
+        stage_maxima(top, s);
+    }
+    /* The other's maxima, which these go on from. */
     if (token != item.begin)
         named_barrier_sync(P_BARRIER + (self.group ^ 1), CONSUMERS);
-    if (16 * self.warp >= N)
+    if (!has_rows)
         return;
     const uint32_t tile = token / KBMLA_TILE_TOKENS & 1,
                    own_max = smem_address(smem.row_max[self.group]) + self.row,
                    other_max = smem_address(smem.row_max[self.group ^ 1]) + self.row;
-    float top[2], kept[2], own_kept[2];
 #pragma unroll
     for (int h = 0; h < 2; h++) {
         kept[h] = load_shared_f32(other_max + 32 * h);
         own_kept[h] = load_shared_f32(own_max + 32 * h);
     }
-    if (is_masked)
-        mask_scores(s, smem_address(smem.visible[item.parity]) + self.row, token, self.lane);
-    stage_maxima(top, s);
 #pragma unroll
     for (int h = 0; h < 2; h++) {
         kept[h] = token != item.begin ? kept[h] : NO_MAXIMUM;
