@@ -281,9 +281,7 @@ static __device__ void consume(const decode_params &params, uint8_t *smem, uint3
             named_barrier_sync(CONSUMER_BARRIER, CONSUMERS);
 
             accumulate<M_TILES>(o, latent, p_smem, warp, lane);
-            __syncwarp();
-            if (lane == 0)
-                mbarrier_arrive(empty_bar + 8 * stage);
+            mbarrier_arrive(empty_bar + 8 * stage); /* each lane for what it read */
             if (++stage == (uint32_t)params.num_stages) {
                 stage = 0;
                 phase ^= 1;
@@ -308,7 +306,7 @@ static __global__ void __launch_bounds__(decode_smem<M_TILES>::THREADS,
     if (threadIdx.x == 0) {
         for (int stage = 0; stage < params.num_stages; stage++) {
             mbarrier_init(full_bar + 8 * stage, 2 * 32 * layout::PRODUCER_WARPS);
-            mbarrier_init(empty_bar + 8 * stage, CONSUMER_WARPS);
+            mbarrier_init(empty_bar + 8 * stage, CONSUMERS);
         }
     }
     __syncthreads();
