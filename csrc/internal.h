@@ -64,9 +64,9 @@ typedef struct kbmla_cuda_device {
     int32_t num_sms;
     int32_t smem_per_block; /* bytes, with the opt-in */
     int32_t smem_per_sm;
-    int32_t has_pdl;      /* programmatic dependent launch: SM90 and later */
-    int32_t has_clusters; /* of blocks: likewise */
-    int32_t is_sm90;      /* compute capability 9.0, which alone runs sm_90a kernels */
+    int32_t has_pdl;          /* programmatic dependent launch: SM90 and later */
+    int32_t is_sm90;          /* compute capability 9.0, which alone runs sm_90a kernels */
+    int32_t plans_in_cluster; /* the planner's cluster of blocks fits */
 } kbmla_cuda_device;
 
 /* Facts of the current device; queried once per device, then cached. */

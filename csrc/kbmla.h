@@ -158,7 +158,7 @@ typedef struct kbmla_decode_args {
     int64_t page_size;
     int64_t cache_page_stride;
     int64_t cache_row_stride;
-    const int32_t *block_table; /* [B, max_pages]; columns past a request's pages are not read */
+    const int32_t *block_table; /* [B, max_pages]; columns past a request's pages hold anything */
     int64_t max_pages;
     int64_t block_table_stride;
     const int32_t *lengths;     /* [B]; a length past max_pages * page_size counts as that */
@@ -182,7 +182,11 @@ typedef struct kbmla_decode_args {
     int64_t lse_batch_stride;
     int64_t lse_token_stride;
     int64_t lse_head_stride;
-    int32_t pdl; /* CUDA, decode only: 1 chains its kernels by programmatic dependent launch */
+    /* CUDA, decode only: 1 chains its kernels by programmatic dependent launch. They then read
+     * lengths, counts and work before the kernel in front has ended, whatever these hold at that
+     * time, and again when it has: the three are memory of the device from the launch on. That
+     * kernel must not end before those in front of it: one that never waits breaks the chain. */
+    int32_t pdl;
     kbmla_parallel_for parallel_for; /* CPU: NULL is serial */
     void *parallel_pool;
 } kbmla_decode_args;

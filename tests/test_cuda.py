@@ -165,21 +165,33 @@ def arena_of(batch: Batch) -> torch.Tensor:
     return torch.cat([torch.nn.functional.pad(part, (0, -part.numel() % 16)) for part in flat])
 
 
-def test_dependent_launch_waits_for_its_inputs(cuda):
+@pytest.mark.parametrize(
+    ("page", "requests", "steps"), [(64, 3, 1000), (8, 3, 300), (64, 40, 300)], ids=str
+)
+def test_dependent_launch_waits_for_its_inputs(cuda, page, requests, steps):
     """1,000 steps behind a producer that triggers early, sleeps, then writes all inputs of plan and
-    decode: bitwise equal to the same step without programmatic dependent launch."""
+    decode: bitwise equal to the same step without programmatic dependent launch. Others with pages
+    that are copied row by row, and with more requests than a warp has lanes."""
     if torch.cuda.get_device_capability(cuda) < (9, 0):
         pytest.skip("programmatic dependent launch needs SM90")
     if not hasattr(torch.cuda, "_compile_kernel"):
         pytest.skip("this torch cannot compile a CUDA kernel at run time")
     late_copy = torch.cuda._compile_kernel(LATE_COPY, "late_copy")
     batches = [
-        make_batch(lengths, 16, 1, device=cuda, seed=seed, columns=70)
+        make_batch(
+            [*lengths, *range(1, 100 * (requests - 3), 100)],
+            16,
+            1,
+            page=page,
+            device=cuda,
+            seed=seed,
+            columns=70 * 64 // page,
+        )
         for seed, lengths in enumerate([[4000, 64, 0], [1, 2000, 300], [900, 900, 900]])
     ]
     pages = max(batch.cache.shape[0] for batch in batches)
     for batch in batches:
-        cache = torch.full((pages, 64, 576), 0x7F, dtype=torch.uint8, device=cuda)
+        cache = torch.full((pages, page, 576), 0x7F, dtype=torch.uint8, device=cuda)
         cache[: batch.cache.shape[0]] = batch.cache.view(torch.uint8)
         batch.cache = cache.view(torch.float8_e4m3fn)
     arenas = [arena_of(batch) for batch in batches]
@@ -191,7 +203,7 @@ def test_dependent_launch_waits_for_its_inputs(cuda):
         first += size + -size % 16
     lengths, table, query, cache = views
 
-    core = make_core(16, 1, 3, cuda, clusters=None)
+    core = make_core(16, 1, requests, cuda, clusters=None)
     counts, work = auto_plan(core, batches[0].lengths)
     workspace = new_workspace(core, cuda)
     scales = batch.scales
@@ -222,7 +234,7 @@ def test_dependent_launch_waits_for_its_inputs(cuda):
         wanted.append(results)
 
     wrong = torch.zeros((), dtype=torch.int64, device=cuda)
-    for i in range(1000):
+    for i in range(steps):
         which = i % len(arenas)
         out, lse = new_out(batches[0])
         # Up to 0.3 ms late, so that the host has launched everything behind it long before.

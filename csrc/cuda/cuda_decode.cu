@@ -21,6 +21,36 @@
 #include "cuda_item.cuh"
 #include "cuda_launch.h"
 
+/* ------------------------------------------------------------------ items */
+
+static __device__ __forceinline__ request_facts load_facts(const decode_params &params,
+                                                           int32_t batch) {
+    return {params.args.lengths[batch], params.args.counts[batch],
+            params.args.work[params.tail + batch]};
+}
+
+/* Lane i: those of request i, for load_item, so that no load waits for an entry to name a request.
+ */
+static __device__ __forceinline__ request_facts load_lane_facts(const decode_params &params) {
+    const int32_t lane = (int32_t)threadIdx.x & 31;
+    request_facts none = {0, 0, 0};
+    return lane < params.args.num_requests ? load_facts(params, lane) : none;
+}
+
+/* The item of a tile from lane facts. All lanes of a warp call it alike. */
+static __device__ __forceinline__ bool load_item(const decode_params &params,
+                                                 const request_facts &lane_facts,
+                                                 const kbmla_tile &tile, work_item &item) {
+    request_facts facts = lane_facts;
+    if (tile.batch >= 32)
+        facts = load_facts(params, tile.batch);
+    /* From request 32 on all lanes hold the same. */
+    facts.length = __shfl_sync(FULL_WARP, facts.length, tile.batch);
+    facts.planned = __shfl_sync(FULL_WARP, facts.planned, tile.batch);
+    facts.element = __shfl_sync(FULL_WARP, facts.element, tile.batch);
+    return make_item(params, facts, tile, item);
+}
+
 /* ------------------------------------------------------------------ producers */
 
 /* Copies ROWS rows of a tile, from `first` on, into the ring. Lane l holds in `row` the address of

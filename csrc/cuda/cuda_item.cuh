@@ -88,20 +88,6 @@ struct request_facts {
     int32_t length, planned, element;
 };
 
-static __device__ __forceinline__ request_facts load_facts(const decode_params &params,
-                                                           int32_t batch) {
-    return {params.args.lengths[batch], params.args.counts[batch],
-            params.args.work[params.tail + batch]};
-}
-
-/* Lane i: those of request i, for load_item, so that no load waits for an entry to name a request.
- */
-static __device__ __forceinline__ request_facts load_lane_facts(const decode_params &params) {
-    const int32_t lane = (int32_t)threadIdx.x & 31;
-    request_facts none = {0, 0, 0};
-    return lane < params.args.num_requests ? load_facts(params, lane) : none;
-}
-
 /* Brings what a block reads first into L2, before its wait: nothing is read yet. */
 static __device__ __forceinline__ void prefetch_plan(const decode_params &params) {
     const int32_t first = 32 * (int32_t)threadIdx.x; /* a line of 128 bytes */
@@ -152,83 +138,6 @@ static __device__ __forceinline__ bool make_item(const decode_params &params,
     item.slot =
         range.count > 1 ? kbmla_partial_slot(base, tile.q_tile, facts.planned, tile.split) : -1;
     return true;
-}
-
-/* The same from lane facts. All lanes of a warp call it alike. */
-static __device__ __forceinline__ bool load_item(const decode_params &params,
-                                                 const request_facts &lane_facts,
-                                                 const kbmla_tile &tile, work_item &item) {
-    request_facts facts = lane_facts;
-    if (tile.batch >= 32)
-        facts = load_facts(params, tile.batch);
-    /* From request 32 on all lanes hold the same. */
-    facts.length = __shfl_sync(FULL_WARP, facts.length, tile.batch);
-    facts.planned = __shfl_sync(FULL_WARP, facts.planned, tile.batch);
-    facts.element = __shfl_sync(FULL_WARP, facts.element, tile.batch);
-    return make_item(params, facts, tile, item);
-}
-
-/* ------------------------------------------------------------------ a first item by guess */
-
-/*
- * A warp's place in the work list, with what it has read there.
- *
- * From an entry to its item is a chain of loads and quotients. The first one is gone through before
- * the wait for the kernel before, with whatever is in memory then: a guess, from which nothing is
- * taken but addresses that hold for any values. Behind the wait all of it is read again, at once,
- * and the item is taken only if nothing differs. A plan serves many layers, so it seldom does.
- */
-struct item_reader {
-    kbmla_work_walk walk;
-    kbmla_tile tile; /* of the entry; not valid: the walk has ended */
-    int32_t entry;
-    request_facts facts; /* of the tile's request */
-    const int32_t *entry_at, *length_at, *count_at, *element_at;
-    int32_t is_guess;
-};
-
-static __device__ __forceinline__ item_reader start_items(const decode_params &params) {
-    item_reader reader = {start_walk(params)};
-    reader.is_guess = 1;
-    return reader;
-}
-
-static __device__ __forceinline__ int32_t read_entry(const item_reader &reader) {
-    return kbmla_work_walk_index(&reader.walk) < reader.walk.work_len
-               ? load_relaxed(reader.entry_at)
-               : -1;
-}
-
-static __device__ __forceinline__ request_facts read_facts(const item_reader &reader) {
-    request_facts none = {0, 0, 0};
-    if (!reader.tile.is_valid)
-        return none;
-    return {load_relaxed(reader.length_at), load_relaxed(reader.count_at),
-            load_relaxed(reader.element_at)};
-}
-
-/* The item of the walk's place; false, and one of no tokens, if there is nothing to do. */
-static __device__ __forceinline__ bool find_item(const decode_params &params, item_reader &reader,
-                                                 work_item &item) {
-    reader.entry_at = in_register(reader.walk.work + kbmla_work_walk_index(&reader.walk));
-    reader.entry = read_entry(reader);
-    reader.tile = kbmla_work_walk_tile(&reader.walk, reader.entry);
-    reader.length_at = in_register(params.args.lengths + reader.tile.batch);
-    reader.count_at = in_register(params.args.counts + reader.tile.batch);
-    reader.element_at = in_register(params.args.work + params.tail + reader.tile.batch);
-    reader.facts = read_facts(reader);
-    return make_item(params, reader.facts, reader.tile, item) && reader.tile.is_valid;
-}
-
-/* Of a guess, behind the wait: whether it is right. If not the item has to be found again. */
-static __device__ __forceinline__ bool check_guess(item_reader &reader) {
-    reader.is_guess = 0;
-    const int32_t entry = read_entry(reader);
-    const request_facts facts = read_facts(reader);
-    grid_dependency_launch(); /* from here on the reduce may read lengths and plan */
-    return __all_sync(FULL_WARP, (entry == reader.entry) & (facts.length == reader.facts.length) &
-                                     (facts.planned == reader.facts.planned) &
-                                     (facts.element == reader.facts.element));
 }
 
 /* Leading keys that row `row` of a request sees. */

@@ -30,9 +30,9 @@ kbmla_status query(int index, kbmla_cuda_device *device, kbmla_error *err) {
     CUDA_CHECK(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, index), err);
     CUDA_CHECK(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, index), err);
     device->has_pdl = major >= 9;
-    device->has_clusters = major >= 9;
     device->is_sm90 = major == 9 && minor == 0;
-    return KBMLA_OK;
+    device->plans_in_cluster = 0;
+    return major >= 9 ? kbmla_cuda_plan_cluster_fits(&device->plans_in_cluster, err) : KBMLA_OK;
 }
 
 } // namespace

@@ -17,6 +17,10 @@
             return kbmla_cuda_fail((err), cuda_check_code, #call);                                 \
     } while (0)
 
+/* Whether the current device, of SM90 or later, can run the planner's cluster of blocks. A part of
+ * a device, as a share of its SMs under MPS, may not. */
+kbmla_status kbmla_cuda_plan_cluster_fits(int32_t *fits, kbmla_error *err);
+
 /* Fills err with the failed call and clears the runtime's last error. */
 kbmla_status kbmla_cuda_fail(kbmla_error *err, cudaError_t code, const char *call);
 

@@ -16,8 +16,8 @@
  * order does not matter to the result.
  *
  * Where blocks can form a cluster (SM90 on), one plans: each block prices some of the candidates,
- * tells all blocks the prices, and lists the requests of its share. What
- * else they need every block computes by itself, since a second exchange would cost more.
+ * tells all blocks the prices, and lists the requests of its share. What else they need every block
+ * computes by itself, since a second exchange would cost more.
  */
 #include "cuda_launch.h"
 #include "cuda_ptx.cuh"
@@ -25,7 +25,8 @@
 #include "../plan_rule.h"
 
 enum {
-    MAX_WARPS = 32,
+    MAX_THREADS = 1024,
+    MAX_WARPS = MAX_THREADS / 32,
     MAX_BLOCKS = 8,    /* of a cluster */
     MAX_LISTED = 2048, /* splits of a block whose groups are looked up */
     COPIES = 4,        /* of a sum that lanes of one warp add to at once */
@@ -222,22 +223,22 @@ static __device__ __forceinline__ void sum_copies(const int32_t (*copies)[COPIES
 }
 
 template <bool is_balanced>
-static __global__ void __launch_bounds__(1024)
+static __global__ void __launch_bounds__(MAX_THREADS)
     cuda_plan_kernel(const __grid_constant__ plan_params params) {
     __shared__ __align__(16) plan_smem smem;
     const kbmla_plan_rule &rule = params.rule;
-    const int32_t batch = in_register((int32_t)threadIdx.x), lane = batch & 31;
+    const int32_t batch = from_here((int32_t)threadIdx.x), lane = batch & 31;
     const int32_t warp = uniform(batch >> 5);
     const int32_t threads = (int32_t)blockDim.x;
-    const int32_t block = in_register((int32_t)blockIdx.x), blocks = (int32_t)gridDim.x;
+    const int32_t block = from_here((int32_t)blockIdx.x), blocks = (int32_t)gridDim.x;
     const int32_t num_requests = rule.num_requests, q_tiles = rule.num_q_tiles;
     const bool is_request = batch < num_requests;
     const kbmla_plan_candidate way = rule.candidates[lane & (KBMLA_PLAN_MAX_CANDIDATES - 1)];
     const uint32_t priced = smem_address(&smem.priced);
     kbmla_ratio waves = kbmla_make_ratio(1, rule.num_clusters);
     kbmla_ratio per_tile = kbmla_make_ratio(1, q_tiles);
-    waves.value = in_register(waves.value);
-    per_tile.value = in_register(per_tile.value);
+    waves.value = from_here(waves.value);
+    per_tile.value = from_here(per_tile.value);
 
     for (int32_t i = batch; i < (int32_t)(offsetof(plan_smem, request) / 16); i += threads)
         reinterpret_cast<int4 *>(&smem)[i] = make_int4(0, 0, 0, 0);
@@ -246,7 +247,7 @@ static __global__ void __launch_bounds__(1024)
             mbarrier_init(priced, 1);
         cluster_sync(); /* a block may be stored to once it runs */
         if (batch == 0)
-            mbarrier_expect_bytes(priced, (uint32_t)(rule.num_candidates * sizeof(int32_t)));
+            mbarrier_arrive_expect(priced, (uint32_t)(rule.num_candidates * sizeof(int32_t)));
     }
     /* The lengths' address is translated while the kernel before still runs. */
     if (is_request && lane == 0)
@@ -442,6 +443,23 @@ static __global__ void __launch_bounds__(1024)
         params.work[i < params.tail ? i : i + num_requests] = -1;
 }
 
+kbmla_status kbmla_cuda_plan_cluster_fits(int32_t *fits, kbmla_error *err) {
+    cudaLaunchAttribute cluster = {};
+    cluster.id = cudaLaunchAttributeClusterDimension;
+    cluster.val.clusterDim = {MAX_BLOCKS, 1, 1};
+    cudaLaunchConfig_t launch = {};
+    launch.gridDim = dim3(MAX_BLOCKS);
+    launch.blockDim = dim3(MAX_THREADS);
+    launch.attrs = &cluster;
+    launch.numAttrs = 1;
+    int clusters = 0;
+    CUDA_CHECK(cudaOccupancyMaxActiveClusters(
+                   &clusters, reinterpret_cast<const void *>(cuda_plan_kernel<true>), &launch),
+               err);
+    *fits = clusters > 0;
+    return KBMLA_OK;
+}
+
 extern "C" kbmla_status kbmla_cuda_plan(const kbmla_config *config, const kbmla_sizes *sizes,
                                         const kbmla_plan_args *args, struct CUstream_st *stream,
                                         kbmla_error *err) {
@@ -456,7 +474,7 @@ extern "C" kbmla_status kbmla_cuda_plan(const kbmla_config *config, const kbmla_
     params.tail = sizes->list_len - config->max_requests;
     const bool is_balanced = params.rule.policy == KBMLA_POLICY_BALANCED;
     const int32_t blocks =
-        is_balanced && device.has_clusters && args->num_requests > 0 ? MAX_BLOCKS : 1;
+        is_balanced && device.plans_in_cluster && args->num_requests > 0 ? MAX_BLOCKS : 1;
     params.candidate_bits = 0;
     while (blocks << params.candidate_bits < params.rule.num_candidates)
         params.candidate_bits++;
@@ -464,7 +482,7 @@ extern "C" kbmla_status kbmla_cuda_plan(const kbmla_config *config, const kbmla_
     params.share =
         blocks > 1 ? kbmla_ceil_div(args->num_requests, 32 * blocks) * 32 : 2 * KBMLA_MAX_REQUESTS;
     params.listing_blocks = blocks > 1 ? kbmla_ceil_div(args->num_requests, params.share) : 1;
-    const int32_t threads = args->num_requests > 512                  ? 1024
+    const int32_t threads = args->num_requests > 512                  ? MAX_THREADS
                             : args->num_requests > 256 || blocks == 1 ? 512
                                                                       : 256;
     void *arguments[] = {&params};

@@ -22,16 +22,21 @@ static __device__ __forceinline__ int32_t uniform(int32_t value) {
     return __shfl_sync(FULL_WARP, value, 0);
 }
 
-/* A value that is kept, where the compiler would rather compute it again, or later. */
-static __device__ __forceinline__ int32_t in_register(int32_t value) {
+/* The same value, of which the compiler knows nothing before this point: what follows from it is
+ * not computed ahead, as of a loop, and the value itself is not computed again. */
+static __device__ __forceinline__ int32_t from_here(int32_t value) {
     asm volatile("" : "+r"(value));
     return value;
 }
-static __device__ __forceinline__ float in_register(float value) {
+static __device__ __forceinline__ uint32_t from_here(uint32_t value) {
+    asm volatile("" : "+r"(value));
+    return value;
+}
+static __device__ __forceinline__ float from_here(float value) {
     asm volatile("" : "+f"(value));
     return value;
 }
-static __device__ __forceinline__ const int32_t *in_register(const int32_t *value) {
+static __device__ __forceinline__ const int32_t *from_here(const int32_t *value) {
     asm volatile("" : "+l"(value));
     return value;
 }
@@ -70,6 +75,15 @@ static __device__ __forceinline__ void mbarrier_init(uint32_t barrier, uint32_t 
 static __device__ __forceinline__ void mbarrier_arrive(uint32_t barrier) {
     asm volatile("{\n.reg .b64 state;\nmbarrier.arrive.shared.b64 state, [%0];\n}" ::"r"(barrier)
                  : "memory");
+}
+
+/* The same, announcing `bytes` of asynchronous copies or stores that the phase waits for as well;
+ * SM90 on. */
+static __device__ __forceinline__ void mbarrier_arrive_expect(uint32_t barrier, uint32_t bytes) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
+                 : "memory");
+#endif
 }
 
 /* Whether the phase of parity `phase` has completed; from SM90 on the thread may sleep a while. */
@@ -197,14 +211,6 @@ static __device__ __forceinline__ void cluster_sync() {
                  "barrier.cluster.arrive.relaxed.aligned;\n"
                  "barrier.cluster.wait.aligned;" ::
                      : "memory");
-#endif
-}
-
-/* Arrives on the barrier, whose phase ends when `bytes` more have been stored. */
-static __device__ __forceinline__ void mbarrier_expect_bytes(uint32_t barrier, uint32_t bytes) {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
-                 : "memory");
 #endif
 }
 

@@ -91,11 +91,11 @@ finish_rows(const decode_params &params, sm90_smem<N> &smem, float *factor,
 #pragma unroll
     for (int i = 0; i < ROUNDS; i++) {
         lse[i] = log2f(sum[i]) - params.log2_p_scale + lse[i] * params.softmax_scale_log2;
-        lse[i] = in_register(is_empty[i] ? -INFINITY : lse[i]);
+        lse[i] = from_here(is_empty[i] ? -INFINITY : lse[i]);
     }
 #pragma unroll
     for (int i = 0; i < ROUNDS; i++) {
-        const float quotient = in_register(numerator / sum[i]);
+        const float quotient = from_here(numerator / sum[i]);
         /* Lanes past the last row write its factor again. */
         factor[row_position<N>(row[i])] = is_empty[i] ? 0.0f : quotient;
     }
@@ -377,8 +377,8 @@ static __global__ void __launch_bounds__(THREADS, 1)
     }
     __syncthreads();
     /* Each producer waits for the kernel before where it first needs it, and triggers the next.
-     * Consumers touch memory only behind what the producers leave in shared memory, and the block
-     * ends with its producers. */
+     * Consumers read and write memory only behind what the producers leave in shared memory, and
+     * the block ends with its producers. */
     if (threadIdx.x < CONSUMERS) {
         prefetch_plan(params);
         warpgroup_take_registers<CONSUMER_REGISTERS>();

@@ -11,6 +11,7 @@
 #define KBMLA_SM90_PRODUCER_CUH
 
 #include "../cuda/cuda_item.cuh"
+#include "sm90_items.cuh"
 #include "sm90_tensor_map.h"
 #include "sm90_tile.cuh"
 
@@ -40,7 +41,7 @@ static __device__ __forceinline__ void produce_pages(const decode_params &params
     const uint32_t box_tokens = pages.box_rows, boxes = STAGE_TOKENS / box_tokens;
     const uint32_t page_mask = (uint32_t)params.args.page_size - 1;
     const uint32_t num_pages =
-        (uint32_t)in_register((int32_t)min(params.args.num_pages, (int64_t)INT32_MAX));
+        (uint32_t)from_here((int32_t)min(params.args.num_pages, (int64_t)INT32_MAX));
     const uint32_t ring = smem_address(smem.ring), full = smem_address(smem.full_bar),
                    empty = smem_address(smem.empty_bar);
     /* Blocks that share a line read it at about the same time; then no one needs it before the next

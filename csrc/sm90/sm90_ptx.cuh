@@ -10,13 +10,6 @@
 
 #include <cuda.h> /* CUtensorMap, a type only: nothing of the driver is linked */
 
-/* The same value, of which the compiler knows nothing before this point: what follows from it is
- * not computed ahead of a loop and kept in a register. */
-static __device__ __forceinline__ uint32_t from_here(uint32_t value) {
-    asm volatile("" : "+r"(value));
-    return value;
-}
-
 /* ---- barriers and fences */
 
 /* bar.arrive: is counted, and does not wait. */
@@ -33,12 +26,6 @@ static __device__ __forceinline__ bool mbarrier_poll(uint32_t barrier, uint32_t 
                  : "r"(barrier), "r"(phase)
                  : "memory");
     return done != 0;
-}
-
-/* Arrives and announces `bytes` of bulk copies that the phase waits for as well. */
-static __device__ __forceinline__ void mbarrier_arrive_expect(uint32_t barrier, uint32_t bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
-                 : "memory");
 }
 
 /* Makes mbarrier.init visible to the asynchronous proxy. */

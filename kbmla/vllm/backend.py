@@ -188,7 +188,8 @@ class KbmlaMetadataBuilder(MLACommonMetadataBuilder[MLACommonMetadata]):
         # these tokens can belong to: their query length is that of the first, which is real.
         query_len = max(1, int(query_start_loc_cpu[1] - query_start_loc_cpu[0]))
         requests, rest = divmod(num_decode_tokens, query_len)
-        if rest or requests > seq_lens_device.shape[0]:
+        uneven = rest or requests > seq_lens_device.shape[0]
+        if uneven or query_start_loc_cpu[requests] != query_start_loc_cpu[-1]:
             raise RuntimeError(
                 f"num_decode_tokens: expected {query_len} query tokens for each of up to "
                 f"{seq_lens_device.shape[0]} requests, got {num_decode_tokens} in all"
