@@ -182,10 +182,11 @@ typedef struct kbmla_decode_args {
     int64_t lse_batch_stride;
     int64_t lse_token_stride;
     int64_t lse_head_stride;
-    /* CUDA, decode only: 1 chains its kernels by programmatic dependent launch. They then read
-     * lengths, counts and work before the kernel in front has ended, whatever these hold at that
-     * time, and again when it has: the three are memory of the device from the launch on. That
-     * kernel must not end before those in front of it: one that never waits breaks the chain. */
+    /* CUDA, decode only: 1 chains its kernels by programmatic dependent launch, as plan always does
+     * on SM90 and later. They read lengths, counts and work before the kernel in front has ended,
+     * whatever these hold at that time, and again when it has: the three are memory of the device
+     * from the launch on. A kernel of the stream that is launched this way itself must execute
+     * griddepcontrol.wait. */
     int32_t pdl;
     kbmla_parallel_for parallel_for; /* CPU: NULL is serial */
     void *parallel_pool;

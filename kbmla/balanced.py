@@ -25,8 +25,10 @@ from .core import (
 
 
 def reducer_d_tiles(rows: int, device: torch.device | str) -> int:
-    """Bands of the 512 output columns in the merge of `rows` query rows: 2 when the rows fill at
-    most half of the device's last wave (SMs of a GPU, threads of a CPU), else 1."""
+    """What a core takes as `reducer_d_tiles` for a merge of `rows` query rows: 2 when the rows fill
+    at most half of the device's last wave (SMs of a GPU, threads of a CPU), else 1. For
+    callers of the interface that this one mirrors: the merge shares its columns by what it finds.
+    """
     device = as_device(device)
     if device.type == "cuda":
         if not torch.cuda.is_available():

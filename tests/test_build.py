@@ -258,9 +258,10 @@ def test_47_headers_in_either_standard(sources, standard, tmp_path):
         assert done.returncode == 0, done.stderr[-2000:]
 
 
-def test_sdist_has_all_that_a_build_needs(tmp_path):
+def test_sdist_has_the_whole_project(tmp_path):
     """setuptools packs by itself only what Python and the binding name."""
-    for folder in ("csrc", "kbmla", "tools"):
+    folders = ("csrc", "kbmla", "tools", "tests", "benchmarks", "examples")
+    for folder in folders:
         shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("*.so"))
     for file in ROOT.iterdir():
         if file.is_file():
@@ -271,7 +272,7 @@ def test_sdist_has_all_that_a_build_needs(tmp_path):
         names = {name.partition("/")[2] for name in packed.getnames()}
     sources = [
         str(file.relative_to(ROOT))
-        for folder in ("csrc", "kbmla", "tools")
+        for folder in folders
         for file in (ROOT / folder).rglob("*")
         if file.is_file() and file.suffix not in (".so", ".pyc")
     ]

@@ -88,14 +88,6 @@ def test_a_hundred_repeats(cuda, heads, q):
         assert_same(decode(core, batch), first)
 
 
-@pytest.mark.parametrize(("heads", "q"), [(16, 1), (128, 2)])
-def test_bands_do_not_change_bits(cuda, heads, q):
-    """With few rows, and with more than blocks."""
-    batch = make_batch([20000, 300, 5000], heads, q, device=cuda, seed=10)
-    one, two = (decode(core_for(batch, reducer_d_tiles=n), batch, [20, 1, 14]) for n in (1, 2))
-    assert_same(one, two)
-
-
 def test_one_graph_for_all_lengths(cuda):
     """Captured once at length 1, replayed over 200 steps of growing, shrinking, emptied and
     permuted lengths: each equal to eager, in the same buffers, with nothing allocated."""

@@ -67,11 +67,10 @@ def ints(values: list[int], device) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("partial_fp16", [False, True])
-@pytest.mark.parametrize("d_tiles", [1, 2])
-def test_repeats_the_merge_of_decode(device, partial_fp16, d_tiles):
+def test_repeats_the_merge_of_decode(device, partial_fp16):
     """What decode left behind merges to the same bits again; unsplit requests are left alone."""
     batch = make_batch([900, 100, 2000, 0], 96, 2, device=device, seed=1, scales=(0.06, 1.5))
-    core = core_for(batch, partial_fp16=partial_fp16, reducer_d_tiles=d_tiles)
+    core = core_for(batch, partial_fp16=partial_fp16)
     plan = manual_plan(core, batch.lengths, [4, 1, 7, 1])
     workspace = new_workspace(core, device)
     base = decode(core, batch, plan, workspace=workspace)
@@ -84,14 +83,6 @@ def test_repeats_the_merge_of_decode(device, partial_fp16, d_tiles):
     assert torch.equal(workspace, before), "reduce writes no workspace"
 
 
-def test_bands_do_not_change_a_result(device):
-    """reducer_d_tiles is a launch shape, not an order of summation."""
-    batch = make_batch([3000, 500], 12, 3, device=device, seed=2)
-    one, two = (decode(core_for(batch, reducer_d_tiles=n), batch, 9) for n in (1, 2))
-    assert_same(one, two)
-
-
-@pytest.mark.parametrize("d_tiles", [1, 2])
 @pytest.mark.parametrize(
     ("heads", "q", "counts"),
     [
@@ -101,12 +92,12 @@ def test_bands_do_not_change_a_result(device):
         (2, 1, [[1, 1, 1, 9, 1, 2, 1, 1, 20, 1, 8][b % 11] for b in range(700)]),
     ],
 )
-def test_a_merge_ignores_its_neighbours(device, heads, q, counts, d_tiles):
+def test_a_merge_ignores_its_neighbours(device, heads, q, counts):
     """Requests of up to 8 splits and of more, few rows and many, more requests than threads of a
     block: each as in float64, and alone the same bits."""
     g = torch.Generator().manual_seed(heads)
-    options = {"reducer_d_tiles": d_tiles, "capacity": sum(counts) * -(-heads * q // 64)}
-    core = make_core(heads, q, len(counts), device, **options)
+    capacity = sum(counts) * -(-heads * q // 64)
+    core = make_core(heads, q, len(counts), device, capacity=capacity)
     lengths = ints([count * 128 for count in counts], device)
     plan = manual_plan(core, lengths, counts)
     memory = partials(core, device)
@@ -115,7 +106,7 @@ def test_a_merge_ignores_its_neighbours(device, heads, q, counts, d_tiles):
     out, lse = reduce(core, lengths, plan, memory.workspace)
     split = [b for b, count in enumerate(counts) if count > 1]
     for b in split[:12] + split[12::29]:
-        solo = make_core(heads, q, 1, device, **options)
+        solo = make_core(heads, q, 1, device, capacity=capacity)
         solo_plan = manual_plan(solo, lengths[b : b + 1], counts[b : b + 1])
         own = partials(solo, device)
         rows = core.sizes.q_tile_rows

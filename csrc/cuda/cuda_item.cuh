@@ -88,7 +88,7 @@ struct request_facts {
     int32_t length, planned, element;
 };
 
-/* Brings what a block reads first into L2, before its wait: nothing is read yet. */
+/* Brings lengths and plan into L2, before the wait. */
 static __device__ __forceinline__ void prefetch_plan(const decode_params &params) {
     const int32_t first = 32 * (int32_t)threadIdx.x; /* a line of 128 bytes */
     if (first < params.args.num_requests) {

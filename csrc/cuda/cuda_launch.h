@@ -24,8 +24,9 @@ kbmla_status kbmla_cuda_plan_cluster_fits(int32_t *fits, kbmla_error *err);
 /* Fills err with the failed call and clears the runtime's last error. */
 kbmla_status kbmla_cuda_fail(kbmla_error *err, cudaError_t code, const char *call);
 
-/* Launches a kernel of `blocks` blocks, `cluster_blocks` to a cluster; with `pdl` it may start
- * while its predecessor in the stream still runs, and must wait by itself before it reads what the
+/* Launches a kernel of `blocks` blocks, `cluster_blocks` to a cluster of CUDA (the clusters of a
+ * plan are none: their blocks only stand beside one another). With `pdl` it may start while its
+ * predecessor in the stream still runs, and must wait by itself before it relies on what the
  * predecessor writes (grid_dependency_wait). */
 kbmla_status kbmla_cuda_launch(const void *kernel, int32_t blocks, int32_t cluster_blocks,
                                int32_t threads, int32_t smem_bytes, bool pdl, void **arguments,

@@ -251,7 +251,7 @@ static __device__ __forceinline__ void grid_dependency_wait_with(const void *a, 
 #endif
 }
 
-/* The same with any other two values but INT64_MIN in hand. */
+/* The same with two values in hand that are not INT64_MIN. */
 static __device__ __forceinline__ void grid_dependency_wait_with(int64_t a, int64_t b) {
 #if __CUDA_ARCH__ >= 900
     asm volatile("{\n.reg .pred p;\nsetp.ne.s64 p, %0, 0x8000000000000000;\n"
@@ -262,8 +262,8 @@ static __device__ __forceinline__ void grid_dependency_wait_with(int64_t a, int6
 #endif
 }
 
-/* Lets the next kernel of the stream start launching; before its own wait it must not read what
- * this kernel writes. */
+/* Lets the next kernel of the stream start launching; what this kernel writes it must not rely on
+ * before its own wait. */
 static __device__ __forceinline__ void grid_dependency_launch() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");

@@ -57,9 +57,9 @@ static __device__ __forceinline__ bool find_item(const decode_params &params, it
     return make_item(params, reader.facts, reader.tile, item) && reader.tile.is_valid;
 }
 
-/* Of a guess, behind the wait, which lets the next kernel start: whether it is right. If not the
+/* Behind the wait: lets the next kernel start, and says whether the guess was right. If not the
  * item has to be found again. */
-static __device__ __forceinline__ bool check_guess(item_reader &reader) {
+static __device__ __forceinline__ bool settle_guess(item_reader &reader) {
     reader.is_guess = 0;
     const int32_t entry = read_entry(reader);
     const request_facts facts = read_facts(reader);

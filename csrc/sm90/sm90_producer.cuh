@@ -62,7 +62,7 @@ static __device__ __forceinline__ void produce_pages(const decode_params &params
         if (reader.is_guess)
             grid_dependency_wait_with((int64_t)own_page, item.end);
         int32_t page = token < item.end ? *own_page : 0;
-        if (reader.is_guess && !check_guess(reader))
+        if (reader.is_guess && !settle_guess(reader))
             continue;
         if (!reader.tile.is_valid)
             return;
@@ -146,7 +146,7 @@ static __device__ __forceinline__ void produce_rows(const decode_params &params,
         find_item(params, reader, item);
         if (reader.is_guess)
             grid_dependency_wait();
-        if (reader.is_guess && !check_guess(reader))
+        if (reader.is_guess && !settle_guess(reader))
             continue;
         if (!reader.tile.is_valid)
             break;
@@ -244,7 +244,7 @@ static __device__ __forceinline__ void produce_query(const decode_params &params
         const bool is_item = find_item(params, reader, item);
         if (reader.is_guess)
             grid_dependency_wait_with(item.batch, item.first_row);
-        if (reader.is_guess && !check_guess(reader))
+        if (reader.is_guess && !settle_guess(reader))
             continue;
         if (reader.tile.is_valid && !is_item) {
             kbmla_work_walk_advance(&reader.walk, 1);

@@ -184,12 +184,17 @@ class KbmlaMetadataBuilder(MLACommonMetadataBuilder[MLACommonMetadata]):
         **_: Any,
     ) -> KbmlaDecodeMetadata:
         """Launches the step's one plan; see KbmlaDecodeMetadata. The lengths stay on the device."""
-        # Padding adds tokens and requests, and where it is for pieces of a graph more requests than
-        # these tokens can belong to: their query length is that of the first, which is real.
+        # The first request is real; the last ones may be padding, without query tokens.
+        # Where pieces of a graph are padded there are more of these than padded tokens.
         query_len = max(1, int(query_start_loc_cpu[1] - query_start_loc_cpu[0]))
         requests, rest = divmod(num_decode_tokens, query_len)
-        uneven = rest or requests > seq_lens_device.shape[0]
-        if uneven or query_start_loc_cpu[requests] != query_start_loc_cpu[-1]:
+        even = torch.arange(query_start_loc_cpu.shape[0], dtype=query_start_loc_cpu.dtype)
+        even = even.mul_(query_len).clamp_(max=query_start_loc_cpu[-1])
+        if (
+            rest
+            or requests > seq_lens_device.shape[0]
+            or not torch.equal(query_start_loc_cpu, even)
+        ):
             raise RuntimeError(
                 f"num_decode_tokens: expected {query_len} query tokens for each of up to "
                 f"{seq_lens_device.shape[0]} requests, got {num_decode_tokens} in all"

@@ -448,8 +448,6 @@ static void test_shapes(void) {
         c.args.parallel_for = NULL;
         case_plan(&c); /* the same entries in another order */
         check_same_bits(&c, "another order");
-        c.config.reducer_d_tiles = 2;
-        check_same_bits(&c, "reducer_d_tiles");
         case_free(&c);
     }
 }

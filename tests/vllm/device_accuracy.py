@@ -26,6 +26,7 @@ from device_engine import (
     TOKENS,
     count_plans,
     engine,
+    has_mtp,
     metric,
     model,
     planned,
@@ -93,20 +94,18 @@ def one_run(model_path: Callable[..., str], spec: dict[str, Any]) -> dict[str, A
     options = SIDE_BY_SIDE | spec["options"]
     if "forced" in spec["kinds"]:
         options["logits_processors"] = ["forced_tokens:ForcedTokens"]
-    use_runner(2 if "runner 2" in spec["name"] else 1)
-    if "portable" in spec["name"]:
+    use_runner(spec["runner"])
+    if spec["portable"]:
         use_portable_kernel()
     planned.clear()
     run: dict[str, Any] = {}
-    path = model_path(drafter="MTP" in spec["name"])
+    path = model_path(drafter=has_mtp(options))
     with engine(path, spec["backend"], spec["cache"], **options) as llm:
         config = llm.llm_engine.vllm_config
         run["runner"] = 1 + config.use_v2_model_runner
         run["async"] = config.scheduler_config.async_scheduling
         for kind in spec["kinds"]:
-            run[kind if kind not in run else f"{kind} again"] = generate(
-                llm, kind, spec.get("longest")
-            )
+            run[kind if kind not in run else f"{kind} again"] = generate(llm, kind, spec["longest"])
         if "speculative_config" in options:
             run["drafts"] = metric(llm, "vllm:spec_decode_num_draft_tokens")
             run["accepted"] = metric(llm, "vllm:spec_decode_num_accepted_tokens")
@@ -146,8 +145,29 @@ def difference(run: list[dict], other: list[dict]) -> tuple[float, float, int, b
     return sum(deltas) / len(deltas), max(deltas), len(deltas), finite
 
 
-def spec(name: str, backend: str, cache: str, kinds: list[str], **options: Any) -> dict[str, Any]:
-    return {"name": name, "backend": backend, "cache": cache, "kinds": kinds, "options": options}
+def spec(
+    name: str,
+    backend: str,
+    cache: str,
+    kinds: list[str],
+    *,
+    runner: int = 1,
+    portable: bool = False,
+    longest: int | None = None,
+    **options: Any,
+) -> dict[str, Any]:
+    """A run. runner: vLLM's first or second model runner; portable: on the portable kernel;
+    longest: leaves out prompts of more tokens; options: the engine's."""
+    return {
+        "name": name if runner == 1 else f"{name}, runner {runner}",
+        "backend": backend,
+        "cache": cache,
+        "kinds": kinds,
+        "runner": runner,
+        "portable": portable,
+        "longest": longest,
+        "options": options,
+    }
 
 
 BOTH = ["forced", "loop"]
@@ -165,25 +185,26 @@ MIXED_PEERS = {
         spec(f"FLASHMLA fp8 {PREFIXES}", "FLASHMLA", "fp8", TWICE, **CHUNKS),
         # Here it moves far: vLLM 0.26's prefill takes the requests with a context for the first
         # ones, as its first runner orders them, and its second does not.
-        spec(f"FLASHMLA fp8 runner 2, {PREFIXES}", "FLASHMLA", "fp8", ["loop", "loop"], **CHUNKS),
+        spec(f"FLASHMLA fp8 {PREFIXES}", "FLASHMLA", "fp8", ["loop", "loop"], runner=2, **CHUNKS),
     )
 }
 MIXED_RUN = spec(f"kbmla {PREFIXES}", KBMLA, "fp8", TWICE, **CHUNKS)
 # The drafter's layer decodes on a builder of its own, several times between the model's steps.
 MTP_RUNS = [
-    spec("kbmla MTP", KBMLA, "fp8", ["loop"], **speculative_graphs(MTP)),
-    spec("kbmla MTP, eager", KBMLA, "fp8", ["loop"], **EAGER, **MTP),
-    spec("kbmla MTP, full graphs", KBMLA, "fp8", ["loop"], **FULL_GRAPHS, **MTP),
-    spec("kbmla MTP, runner 2", KBMLA, "fp8", ["loop"], **speculative_graphs(MTP)),
-    spec("kbmla MTP, eager, runner 2", KBMLA, "fp8", ["loop"], **EAGER, **MTP),
-    spec("kbmla MTP, full graphs, runner 2", KBMLA, "fp8", ["loop"], **FULL_GRAPHS, **MTP),
+    spec(f"kbmla MTP{mode}", KBMLA, "fp8", ["loop"], runner=runner, **options)
+    for runner in (1, 2)
+    for mode, options in (
+        ("", speculative_graphs(MTP)),
+        (", eager", {**EAGER, **MTP}),
+        (", full graphs", {**FULL_GRAPHS, **MTP}),
+    )
 ]
 # vLLM's second model runner takes no logits processors, hence no forced tokens.
 RUNNER_2 = [
-    spec("kbmla eager, runner 2", KBMLA, "fp8", ["loop"], **EAGER),
-    spec("kbmla decode graphs, runner 2", KBMLA, "fp8", ["loop"], **DECODE_GRAPHS),
-    spec("kbmla full graphs, runner 2", KBMLA, "fp8", ["loop"], **FULL_GRAPHS),
-    spec(f"kbmla runner 2, {PREFIXES}", KBMLA, "fp8", ["loop", "loop"], **CHUNKS),
+    spec("kbmla eager", KBMLA, "fp8", ["loop"], runner=2, **EAGER),
+    spec("kbmla decode graphs", KBMLA, "fp8", ["loop"], runner=2, **DECODE_GRAPHS),
+    spec("kbmla full graphs", KBMLA, "fp8", ["loop"], runner=2, **FULL_GRAPHS),
+    spec(f"kbmla {PREFIXES}", KBMLA, "fp8", ["loop", "loop"], runner=2, **CHUNKS),
 ]
 
 
@@ -227,7 +248,7 @@ def compare(heads: int, runs: dict[str, dict[str, Any]]) -> tuple[list[list[Any]
                     apart, _, count, _ = difference(run[kind], eager[base])
                     from_eager = f"{apart:.5f}"
                     allowed = noise.get(base, 0.0)
-                    if name.endswith(PREFIXES):
+                    if PREFIXES in name:
                         allowed = max(allowed, moved.get((run["runner"], kind), 0.0))
                     fine &= apart <= allowed
                 note = peer_note + (f"planned {run['planned']}" if run["planned"] else "")
@@ -235,7 +256,7 @@ def compare(heads: int, runs: dict[str, dict[str, Any]]) -> tuple[list[list[Any]
                     fine &= run["drafts"] > 0 and run["accepted"] > 0
                     note += f" drafts {run['drafts']:.0f} accepted {run['accepted']:.0f}"
                 note += f" runner {run['runner']}" + (" async" if run["async"] else "")
-                if name.endswith(PREFIXES):
+                if PREFIXES in name:
                     cached = sum(one["cached"] for one in run[kind])
                     fine &= cached > 0 or kind in BOTH
                     note += f" prefix tokens {cached}"
@@ -280,7 +301,7 @@ def compared(arguments: argparse.Namespace, specs: list[dict[str, Any]], title: 
     dimensions = {"nope": arguments.nope, "value": arguments.value}
     paths = {count: partial(model, count, **dimensions) for count in heads}
     models = {f"model of {count} heads": path for count, path in paths.items()}
-    if any("MTP" in one["name"] for one in specs):
+    if any(has_mtp(one["options"]) for one in specs):
         models |= {
             f"{name} with its drafter": partial(path, drafter=True) for name, path in models.items()
         }
@@ -304,7 +325,7 @@ def accuracy(arguments: argparse.Namespace) -> bool:
         MIXED_RUN,
         spec("kbmla n-gram", KBMLA, "fp8", ["loop"], **speculative_graphs()),
         spec("kbmla across layers", KBMLA, "fp8", BOTH, **DECODE_GRAPHS, **ACROSS_LAYERS),
-        spec("kbmla portable kernel", KBMLA, "fp8", BOTH, **DECODE_GRAPHS),
+        spec("kbmla portable kernel", KBMLA, "fp8", BOTH, portable=True, **DECODE_GRAPHS),
         *MTP_RUNS,
         *RUNNER_2,
     ]
@@ -323,16 +344,15 @@ def dcp(arguments: argparse.Namespace) -> bool:
         }
         name = f"kbmla DCP 2, interleave {interleave}"
         specs.append(spec(name, KBMLA, "fp8", BOTH, **DECODE_GRAPHS, **ranks))
+        # vLLM 0.26's own prefill fails an assertion (reorg_kvcache) where a request without drafts
+        # has more context than one chunk and the chunk is no multiple of ranks * interleave: here
+        # 65,536 / 9, 11 or 12 such requests, rounded down to pages.
+        longest = 4000 if interleave > 1 else None
         for method, settings in (("n-gram", NGRAM), ("MTP", MTP)):
-            options = speculative_graphs(settings) | ranks
-            drafts = spec(f"{name}, {method}", KBMLA, "fp8", ["loop"], **options)
-            if interleave > 1:
-                # vLLM 0.26's own prefill fails an assertion (reorg_kvcache) where a request without
-                # drafts has more context than one chunk and the chunk is no multiple of ranks *
-                # interleave: here 65,536 / 9, 11 or 12 such requests, rounded down to pages.
-                drafts["longest"] = 4000
-            specs.append(drafts)
-        name += ", runner 2"
-        specs.append(spec(name, KBMLA, "fp8", ["loop"], **DECODE_GRAPHS, **ranks))
+            drafts = {**speculative_graphs(settings), **ranks}
+            specs.append(
+                spec(f"{name}, {method}", KBMLA, "fp8", ["loop"], longest=longest, **drafts)
+            )
+        specs.append(spec(name, KBMLA, "fp8", ["loop"], runner=2, **DECODE_GRAPHS, **ranks))
     specs = [REFERENCE, PEER, EAGER_RUN, *specs]
     return compared(arguments, specs, "dcp")

@@ -105,6 +105,10 @@ def backend_name() -> str:
 planned: Counter[int] = Counter()
 
 
+def has_mtp(options: dict[str, Any]) -> bool:
+    return options.get("speculative_config", {}).get("method") == "mtp"
+
+
 def use_portable_kernel() -> None:
     """From here on this process decodes as cards other than Hopper do."""
     import functools
@@ -143,7 +147,7 @@ def engine(path: str, backend: str, cache: str, **options: Any) -> Iterator[Any]
     from vllm.distributed import cleanup_dist_env_and_memory
 
     name = backend_name() if backend == KBMLA else backend
-    if options.get("speculative_config", {}).get("method") == "mtp":
+    if has_mtp(options):
         drafter = {"attention_backend": name}
         options["speculative_config"] = options["speculative_config"] | drafter
     given = {

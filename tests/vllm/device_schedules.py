@@ -18,6 +18,7 @@ from device_engine import (
     count_plans,
     cycle,
     engine,
+    has_mtp,
     metric,
     model,
     planned,
@@ -37,7 +38,7 @@ SMALL = {"num_gpu_blocks_override": 100, "max_model_len": 4096}
 def run_seeds(options: dict[str, Any], seeds: list[int]) -> dict[str, Any]:
     """One engine that serves the schedules of `seeds` one after the other."""
     counts: Counter[str] = Counter()
-    path = model(16, drafter=options.get("speculative_config") == MTP["speculative_config"])
+    path = model(16, drafter=has_mtp(options))
     with engine(path, KBMLA, "fp8", **SIDE_BY_SIDE, **options, **SMALL, **MIXED) as llm:
         for seed in seeds:
             schedule(llm, random.Random(seed), counts)
