@@ -208,7 +208,8 @@ class KvBalancedMla:
         tokens, the q new ones included; softmax and output_scale: host floats > 0; causal_lens: [B]
         int32 global lengths under DCP; cp: (world, rank, interleave); out: [B, q, heads, 512] bf16
         and lse: [B, q, heads] float32 log2 (or both with B*q merged), written whole; pdl: on a GPU,
-        chain to the kernels before and after by programmatic dependent launch.
+        chain to the kernels before and after by programmatic dependent launch: lengths, counts and
+        work are then read before the kernel in front has ended, and again when it has.
 
         A row that sees no key gets out 0 and lse -inf. Without `out` a new tensor is made, the one
         allocation here. ValueError names the argument that does not fit, RuntimeError a plan of
