@@ -405,9 +405,9 @@ static inline int32_t kbmla_plan_tile_ns(int32_t memory_ns, int32_t compute_ns) 
  * one-long-many-short and equal lengths on the model of benchmarks/simulate_plan.py, each time with
  * the plan that the prices pick; the first of a table is sure to fit, with 0 as short as that
  * allows. q tiles of more than 64 rows have half as many clusters and, for want of workspace, about
- * two pieces for each, so that much depends on how well pieces fill a cluster or half of it: the
- * best are first, since larger steps look at fewer. Large batches are even by the number of their
- * requests and gain from short pieces.
+ * two pieces for each, so that much depends on how well pieces fill a cluster or half of it. Large
+ * batches are even by the number of their requests and gain from short pieces; of theirs the best
+ * are first, since the largest look at three.
  */
 static const kbmla_plan_candidate kbmla_plan_wide[] = {
     {0, 0, 0, 0, 0},   {9, -2, 0, 0, 0},   {28, 0, 3, 0, 1},  {36, 0, 8, 0, 11}, {16, -5, 0, 11, 0},

@@ -112,8 +112,9 @@ class KvBalancedMla:
     per (request, q tile), further limited by the workspace's budget; min_split_tokens: the least a
     split is worth; partial_fp16: unmerged results as FP16; p_scale: power of two in 1..256, factor
     of P before its E4M3 rounding; reducer_d_tiles: 1 or 2, for callers of the interface that this
-    one mirrors, without effect; clusters: width of the wave, an input of the plan (None: this device's); policy: "balanced",
-    "equal" or "fixed"; backend: "cpu", "cuda" (portable) or "sm90" (None: the device's fastest).
+    one mirrors, without effect; clusters: width of the wave, an input of the plan (None: this
+    device's); policy: "balanced", "equal" or "fixed"; backend: "cpu", "cuda" (portable) or "sm90"
+    (None: the device's fastest).
 
     ValueError or NotImplementedError names what does not fit. Allocates nothing on the device.
     Attributes: `max_requests`; `list_len`, int32 elements of a work list; `workspace_bytes`;

@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * One short function per PTX instruction of the portable kernels (sm_80 and later), no logic.
- * Shared-memory addresses are 32-bit, from smem_address().
+ * One short function per PTX instruction, of the kernels for sm_80 and later or of both backends;
+ * those of sm_90 compile to nothing before it. Shared-memory addresses are 32-bit, from
+ * smem_address().
  */
 #ifndef KBMLA_CUDA_PTX_CUH
 #define KBMLA_CUDA_PTX_CUH

@@ -197,7 +197,8 @@ class KbmlaMetadataBuilder(MLACommonMetadataBuilder[MLACommonMetadata]):
         ):
             raise RuntimeError(
                 f"num_decode_tokens: expected {query_len} query tokens for each of up to "
-                f"{seq_lens_device.shape[0]} requests, got {num_decode_tokens} in all"
+                f"{seq_lens_device.shape[0]} requests, got {num_decode_tokens} in all and "
+                f"query_start_loc {query_start_loc_cpu.tolist()}"
             )
         seq_lens = seq_lens_device[:requests]
         totals = None if dcp_tot_seq_lens_device is None else dcp_tot_seq_lens_device[:requests]

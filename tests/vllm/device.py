@@ -2,7 +2,7 @@
 """vLLM 0.26.0 on kbmla end to end, on one GPU or two. A short table comes last; exit status 1 when
 a line of it fails.
 
-    device.py all                               every line below, dcp where two GPUs are visible
+    device.py all                               the parts below, dcp where two GPUs are visible
     device.py accuracy [--heads 16 20 64 128]   forced tokens' log-probabilities, to a BF16 cache's
     device.py dcp [--heads 16 64]               the same on two GPUs: TP 2, and TP 2 with DCP 2
         --heads 20 --nope 192 --value 256       either with the heads of GLM-4.7-Flash

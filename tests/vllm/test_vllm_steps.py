@@ -323,7 +323,10 @@ def test_layers_share_and_engines_do_not_leak(tmp_path):
 @pytest.mark.parametrize("starts", [[0, 2, 4, 5], [0, 2, 3, 4], [0, 1, 3, 3]])
 def test_uneven_step_is_refused(tmp_path, starts):
     engine = Engine(tmp_path)
-    with pytest.raises(RuntimeError, match="query tokens for each of up to 3 requests"):
+    with pytest.raises(
+        RuntimeError,
+        match=r"query tokens for each of up to 3 requests, got . in all and query_start_loc \[0, ",
+    ):
         engine.builder._build_decode(
             block_table_tensor=torch.zeros(3, 4, dtype=torch.int32),
             seq_lens_device=torch.ones(3, dtype=torch.int32),
