@@ -35,7 +35,9 @@ __all__ = [
 HEAD_DIM_V = 512
 TILE_TOKENS = 128
 # Keys that share a look at the row maximum, by backend; divisors of a tile.
-STEP_TOKENS = {"cpu": 128, "cuda": 64, "sm90": 64}
+STEP_TOKENS = {"cpu": 128, "cuda": 64, "sm90": 128}
+# What backend "sm90" adds to P before rounding it, since its tensor cores cut off sums with V.
+FP22_LEAST_CUT = 2.4e-4
 MAX_SPLITS = 256
 E4M3_MAX = 448.0
 LOG2E = math.log2(math.e)
@@ -311,7 +313,8 @@ def e4m3_model(
         counts: [>= B] int32 splits per request; None is one split each.
         p_scale: power of two in 1..256.
         step: keys that share a look at the maximum, a divisor of 128: `STEP_TOKENS`.
-        fp22: take the scores from `fp22_products`, as backend "sm90" does.
+        fp22: as backend "sm90" does, take the scores from `fp22_products` and round P times
+            1 + `FP22_LEAST_CUT`. That its sums with V are cut off, too, is left out.
 
     Returns:
         As `attention`.
@@ -328,6 +331,7 @@ def e4m3_model(
     if counts is not None and counts.shape[0] < batch:
         raise ValueError(f"counts: expected at least {batch} requests, got {counts.shape[0]}")
     allowance = 8.0 - math.log2(p_scale)
+    stored_scale = p_scale * (1 + FP22_LEAST_CUT) if fp22 else p_scale
     out = torch.empty(batch, q, heads, HEAD_DIM_V, dtype=torch.float64, device=query.device)
     lse = torch.empty(batch, q, heads, dtype=torch.float64, device=query.device)
     requests = _requests(query, cache, block_table, lengths, totals, cp, causal)
@@ -352,7 +356,7 @@ def e4m3_model(
                 rescale = torch.exp2(step_m - m.masked_fill(m.isneginf(), 0.0))
                 total += (p * rescale).sum(dim=1, keepdim=True)
                 rows = _rows(cache, block_table[b], begin, end)[:, :HEAD_DIM_V]
-                values += _e4m3(p * p_scale) * rescale @ rows / p_scale
+                values += _e4m3(p * stored_scale) * rescale @ rows / p_scale
             empty = m.isneginf()
             outs.append(values / total.masked_fill(empty, 1.0))
             lses.append((m + torch.log2(total.masked_fill(empty, 1.0))).squeeze(1))

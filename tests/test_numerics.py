@@ -257,7 +257,7 @@ def test_stock_precision_loses_weak_keys(device, count):
 def test_p_scale_keeps_weak_keys(device, p_scale, count):
     """The cure of flashinfer#5020: scaled by 2 or more, 2^-11 is stored, and whole, as a power of
     two at or above E4M3's least (2^-9) once p_scale >= 4. 2 * 2^-11 = 2^-10 is the tie between
-    zero and 2^-9, which goes to the even zero."""
+    zero and 2^-9, which goes to the even zero, and on sm90 up (FP22_LEAST_CUT)."""
     batch = sink_batch(-88.0, device)
     out, lse = decode(core_for(batch, p_scale=p_scale), batch, count)
     reference_out, reference_lse = truth(batch)

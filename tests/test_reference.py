@@ -331,6 +331,22 @@ def test_results_from_fp22_scores(function, monkeypatch):
     torch.testing.assert_close(call(function, batch, fp22=True), got)
 
 
+@pytest.mark.parametrize(("below_tie", "rounded"), [(1e-4, 0.5625), (4e-4, 0.5), (None, 0.5)])
+def test_what_p_makes_up_for(below_tie, rounded):
+    """With fp22 P rounds as if it were FP22_LEAST_CUT larger; what E4M3 holds stays, and no sum."""
+    batch = workloads.paged_cache([2], 16, q=1, heads=1)
+    p = 0.5 if below_tie is None else 0.53125 * (1 - below_tie)
+    rows = torch.zeros(2, 576)
+    rows[1, :512] = 1.0
+    rows[1, -1] = -1.0
+    batch.cache[batch.block_table[0, 0], :2] = rows.to(batch.cache.dtype)
+    batch.query.copy_(torch.zeros(576).index_fill(0, torch.tensor(575), 1.0))
+    for fp22, stored in ((True, rounded), (False, 0.5)):
+        out, lse = call(reference.e4m3_model, batch, (-math.log(p), 1.0), fp22=fp22)
+        assert out[0, 0, 0, 0].item() == pytest.approx(stored / (1 + p), rel=1e-12)
+        assert lse.item() == pytest.approx(math.log2(1 + p), rel=1e-12)
+
+
 # ---------------------------------------------------------------- errors
 
 

@@ -6,43 +6,43 @@
  * wgmma takes E4M3 operands from shared memory only as they lie along K, and a KV row lies along
  * the channels. So the products are
  *
- *     S = Q K^T       64 rows, of which N exist, by the 64 tokens of a stage; both in shared memory
+ *     S = Q K^T       rows by the 64 tokens of a stage, both in shared memory
  *     O^T = V^T P^T   columns by N rows; V^T through ldmatrix in registers, P in shared memory
  *
  * Nothing is transposed in memory, and O costs what rows there are, rounded up to 16, 24, 32, 40,
- * 48 or 64. S costs 64 always, and four lanes have all scores of a row: its maximum takes two
- * shuffles.
+ * 48 or 64. The M side of S is 64 rows, of which N exist, and four lanes have all scores of a row:
+ * its maximum takes two shuffles. Up to 24 rows it is the tokens, which leaves less to multiply and
+ * work for all warps (sm90_narrow.cuh).
  *
- * Two warpgroups in opposite phases: each scores every second stage, and sums its 256 columns of O
- * over all of them. While one waits for scores and exponentials, the other's products run:
+ * Two warpgroups share a tile of 128 tokens, two stages of the ring: each scores one of them, and
+ * sums its 256 columns of O over both. They go through a tile in step:
  *
- *     warpgroup 0   S, P of 2   O += 1, 2   S, P of 4   O += 3, 4   ...
- *     warpgroup 1   O += 0, 1   S, P of 3   O += 2, 3   S, P of 5   ...
- *
- *   TMA warp ----full_bar[stage]---> S of the warpgroup's stage
- *      ^                             maxima, going on from the other's: its P_BARRIER has to say
- *      |                               that it has weighed its stage before
- *      |                             P, and factors of older sums; its own P_BARRIER
- *      +-------empty_bar[stage]----- O += V^T P^T of the other's stage, then of its own
+ *   TMA warp ----full_bar[stage]---> S of the warpgroup's stage, its maxima to the other
+ *      ^                             barrier
+ *      |                             P from the maxima of both stages, factors of older sums
+ *      |                             barrier
+ *      +-------empty_bar[stage]----- O = O * factors + V^T P^T of both stages
  *
  *   query warp --query_full_bar--> Q, item, visible of an item
  *      ^------query_empty_bar----- after the item's last scores
  *
- * P and factors are kept for two tiles of 128 tokens: a warpgroup that has seen the other's P of
- * stage k + 3 knows that it is done with those of stage k. Where no tensor map describes the cache,
- * or pages are small, two warps copy rows instead.
+ * A warpgroup at the first barrier of a tile has no product of the tile before on its way, so one
+ * place for P, maxima and factors is enough. Where no tensor map describes the cache, or pages are
+ * small, two warps copy rows instead.
  *
  * FP8 wgmma keeps 13 bits below the largest exponent of its sum and cuts off the rest, so O is
- * summed over one stage only and then added in FP32 registers; the rescale of a grown maximum rides
- * on that addition. The largest score of a stage is exact, no guess that would be corrected.
- * Results of unsplit requests go straight to `out`.
+ * summed over one tile only and then added in FP32 registers; the rescale of a grown maximum rides
+ * on that addition. The largest score of a tile is exact, no guess that would be corrected. Results
+ * of unsplit requests go straight to `out`.
  *
- * Registers of a consumer thread: O 2N all along; 32 scores and 32 of each panel on its way, or
- * three groups' products of V, its fragments and N/4 factors. What a lane needs of addresses is
- * kept beside them. Relies on kbmla.c's checks, as every backend.
+ * Registers of a consumer thread: O 2N all along; 32 scores, or N/2 if narrow, and as many of each
+ * panel on its way, or N/2 products of V, its fragments and N/4 factors. What a lane needs of
+ * addresses is kept beside them. Relies on kbmla.c's checks, as every backend.
  */
 #include "../cuda/cuda_item.cuh"
 #include "../cuda/cuda_launch.h"
+#include "sm90_narrow.cuh"
+#include "sm90_output.cuh"
 #include "sm90_products.cuh"
 #include "sm90_producer.cuh"
 #include "sm90_softmax.cuh"
@@ -50,118 +50,12 @@
 
 /* ------------------------------------------------------------------ consumers */
 
-/* Where the rows of an item go. */
-struct item_rows {
-    int32_t slot;
-    int32_t tile_row;
-    int32_t count; /* that exist */
-};
-
-static __device__ __forceinline__ void write_lse(const decode_params &params, const item_rows &rows,
-                                                 const int64_t *lse_at, int32_t local, float lse) {
-    if (local >= rows.count)
-        return;
-    if (rows.slot >= 0)
-        *partial_lse(params, partial_row(params, rows.slot, rows.tile_row, local)) = lse;
-    else if (params.args.lse != NULL)
-        params.args.lse[lse_at[local]] = lse;
-}
-
-/*
- * What the rows of O are multiplied by, and their lse, of rows lane, lane + 32. A row that has seen
- * no key has sum 0. All rows at a time, and logarithms in all warps although one needs them: as
- * chains that run beside one another they cost no time, behind one another they do.
- */
-template <int N>
-static __device__ __forceinline__ void
-finish_rows(const decode_params &params, sm90_smem<N> &smem, float *factor,
-            float (&lse)[(N + 31) / 32], float numerator, bool has_stages, uint32_t lane) {
-    constexpr int ROUNDS = (N + 31) / 32;
-    uint32_t row[ROUNDS];
-    float sum[ROUNDS];
-    bool is_empty[ROUNDS];
-#pragma unroll
-    for (int i = 0; i < ROUNDS; i++) {
-        row[i] = min(32 * i + lane, (uint32_t)N - 1);
-        sum[i] = has_stages ? smem.row_sum[0][row[i]] + smem.row_sum[1][row[i]] : 0.0f;
-        lse[i] = smem.row_max[1][row[i]];
-        is_empty[i] = sum[i] == 0.0f;
-        sum[i] = is_empty[i] ? 1.0f : sum[i];
-    }
-#pragma unroll
-    for (int i = 0; i < ROUNDS; i++) {
-        lse[i] = log2f(sum[i]) - params.log2_p_scale + lse[i] * params.softmax_scale_log2;
-        lse[i] = from_here(is_empty[i] ? -INFINITY : lse[i]);
-    }
-#pragma unroll
-    for (int i = 0; i < ROUNDS; i++) {
-        const float quotient = from_here(numerator / sum[i]);
-        /* Lanes past the last row write its factor again. */
-        factor[row_position<N>(row[i])] = is_empty[i] ? 0.0f : quotient;
-    }
-}
-
-/* By selection: O of a row that has seen no key is 0 times values that may be anything. */
-static __device__ __forceinline__ float scaled(float o, float factor) {
-    return factor == 0.0f ? 0.0f : o * factor;
-}
-
-/* Writes a block's O, each row times its factor. A lane has columns 2g and 2g + 1 of each 64 of its
- * rows 2t and 2t + 1 of each 8. */
-template <int N>
-static __device__ __forceinline__ void
-store_rows(const decode_params &params, const item_rows &rows, const float (&o)[M_TILES][N / 2],
-           const float *factor, const int64_t *out_at, uint32_t consumer_warp, uint32_t lane) {
-    const int32_t first_row = 2 * (int32_t)(lane & 3);
-    const int32_t column =
-        (int32_t)(consumer_warp / 4 * V_COLUMNS + consumer_warp % 4 * 16 + 2 * (lane >> 2));
-    factor += (lane & 3) * sm90_smem<N>::PITCH;
-    if (rows.slot < 0) {
-        __nv_bfloat16 *out = reinterpret_cast<__nv_bfloat16 *>(params.args.out) + column;
-#pragma unroll
-        for (int i = 0; i < N / 4; i++) {
-            const int32_t local = 8 * (i >> 1) + first_row + (i & 1), at = 4 * (i >> 1) + (i & 1);
-            if (local < rows.count)
-#pragma unroll
-                for (int m = 0; m < M_TILES; m++)
-                    *reinterpret_cast<__nv_bfloat162 *>(out + out_at[local] + 64 * m) =
-                        __floats2bfloat162_rn(scaled(o[m][at], factor[i]),
-                                              scaled(o[m][at + 2], factor[i]));
-        }
-        return;
-    }
-    const int64_t first = partial_row(params, rows.slot, rows.tile_row, first_row);
-    float *to = static_cast<float *>(params.args.workspace) + first * KBMLA_HEAD_DIM_V + column;
-    __half *to_half =
-        static_cast<__half *>(params.args.workspace) + first * KBMLA_HEAD_DIM_V + column;
-#pragma unroll
-    for (int i = 0; i < N / 4; i++) {
-        const int32_t local = 8 * (i >> 1) + (i & 1), at = 4 * (i >> 1) + (i & 1);
-        if (first_row + local < rows.count)
-#pragma unroll
-            for (int m = 0; m < M_TILES; m++) {
-                const float x = scaled(o[m][at], factor[i]), y = scaled(o[m][at + 2], factor[i]);
-                const int32_t offset = local * KBMLA_HEAD_DIM_V + 64 * m;
-                if (params.partial_fp16)
-                    *reinterpret_cast<__half2 *>(to_half + offset) = __floats2half2_rn(x, y);
-                else
-                    *reinterpret_cast<float2 *>(to + offset) = make_float2(x, y);
-            }
-    }
-}
-
-/* Named barriers, one of each warpgroup. */
-enum {
-    GROUP_BARRIER = CONSUMER_BARRIER + 1, /* its four warps */
-    P_BARRIER = GROUP_BARRIER + 2         /* its P and factors of a stage are there for the other */
-};
-
 /* A consumer thread, and where in shared memory it reads and writes. The compiler is kept from
- * computing these again in every stage. */
+ * computing these again in every tile. */
 struct consumer {
     uint32_t lane, warp, group, block_warp;
     uint32_t values; /* V of the ring's stage 0 */
-    uint32_t p;      /* P of tile 0 */
+    uint32_t p;      /* of the warpgroup's stage */
     uint32_t row;    /* the warp's row g in an array of 4-byte values, in bytes */
 };
 
@@ -175,101 +69,135 @@ template <int N> static __device__ __forceinline__ consumer make_consumer(sm90_s
     self.group = group;
     self.values = from_here(smem_address(smem.ring) + group * (V_COLUMNS / 128) * PANEL_BYTES +
                             values_offset(warp, lane));
-    self.p = from_here(smem_address(smem.p) + p_offset(group, warp, lane));
+    self.p = from_here(smem_address(smem.p) + (sm90_smem<N>::IS_NARROW
+                                                   ? narrow_p_offset<N>(block_warp, lane)
+                                                   : p_offset(group, warp, lane)));
     self.row = from_here(4 * row);
     return self;
 }
 
 /* What consumers keep of an item in registers. */
 struct item_stages {
-    uint32_t parity; /* of the item */
-    uint32_t begin;  /* first token */
-    uint32_t end;    /* of whole tiles, so that both warpgroups pass through as many stages */
+    uint32_t parity;    /* of the item */
+    uint32_t begin;     /* first token */
+    uint32_t end;       /* of whole tiles: each warpgroup scores one stage of every one */
+    uint32_t clean_end; /* as of item_info */
 };
 
-/* P and its factors of the warpgroup's stage at `own`, whose first token is `token`, and its part
- * of the row sums. */
+/* What a thread knows of rows: of the warp's rows g and g + 8, or if narrow, sums of N / 4 rows and
+ * the maximum kept of row `lane`. */
+template <int N> struct row_state {
+    float sums[sm90_smem<N>::IS_NARROW ? N / 4 : 2]; /* of this lane's tokens */
+    float top[2];                                    /* of the warpgroup's stage */
+    float kept;
+};
+
+/* Scores of the warpgroup's stage at `own`, whose first token is `token` and which may be known to
+ * be there; their maxima, for the other warps too. Releases Q behind the item's last, clears V past
+ * its end. */
 template <int N>
-static __device__ __forceinline__ void weigh(const decode_params &params, sm90_smem<N> &smem,
-                                             const consumer &self, const item_stages &item,
-                                             ring_place<N> own, uint32_t token, float (&sums)[2]) {
-    const uint32_t stage = smem_address(smem.ring) + own.stage() * STAGE_BYTES;
-    const float scale = params.softmax_scale_log2;
-    float s[STAGE_TOKENS / 2];
-    mbarrier_wait(smem_address(&smem.full_bar[own.stage()]), own.phase());
+static __device__ __forceinline__ void score(float (&s)[sm90_smem<N>::SCORES], row_state<N> &state,
+                                             sm90_smem<N> &smem, const consumer &self,
+                                             const item_stages &item, ring_place<N> own,
+                                             uint32_t token, bool is_there) {
+    const uint32_t stage = smem_address(smem.ring) + own.stage() * STAGE_BYTES,
+                   visible = smem_address(smem.visible[item.parity]);
+    if (!is_there)
+        mbarrier_wait(smem_address(&smem.full_bar[own.stage()]), own.phase());
     compute_scores<N>(s, stage, smem_address(smem.q));
-    if (self.lane == 0 && token + KBMLA_TILE_TOKENS >= item.end)
+    if (token + KBMLA_TILE_TOKENS >= item.end && is_elected())
         mbarrier_arrive(smem_address(&smem.query_empty_bar));
-    const bool is_masked =
-        token + STAGE_TOKENS > (uint32_t)uniform(smem.item[item.parity].clean_end);
+    const bool is_masked = token + STAGE_TOKENS > item.clean_end;
     if (is_masked)
         clear_values(stage, token, smem.item[item.parity].end, self.warp, self.lane);
-    const bool has_rows = 16 * self.warp < N;
-    float top[2], kept[2], own_kept[2];
-    if (has_rows) {
+    if constexpr (sm90_smem<N>::IS_NARROW) {
         if (is_masked)
-            mask_scores(s, smem_address(smem.visible[item.parity]) + self.row, token, self.lane);
-        stage_maxima(top, s);
-    }
-    /* The other's maxima, which these go on from. */
-    if (token != item.begin)
-        named_barrier_sync(P_BARRIER + (self.group ^ 1), CONSUMERS);
-    if (!has_rows)
-        return;
-    const uint32_t tile = token / KBMLA_TILE_TOKENS & 1,
-                   own_max = smem_address(smem.row_max[self.group]) + self.row,
-                   other_max = smem_address(smem.row_max[self.group ^ 1]) + self.row;
+            mask_narrow_scores<N>(s, visible, token + 16 * self.warp, self.lane);
+        share_narrow_maxima<N>(s, smem_address(&smem.part_max[self.block_warp]), self.lane);
+    } else if (16 * self.warp < N) {
+        const uint32_t top_at =
+            smem_address(&smem.part_max[self.group * sm90_smem<N>::ROWS]) + self.row;
+        if (is_masked)
+            mask_scores(s, visible + self.row, token, self.lane);
+        stage_maxima(state.top, s);
 #pragma unroll
-    for (int h = 0; h < 2; h++) {
-        kept[h] = load_shared_f32(other_max + 32 * h);
-        own_kept[h] = load_shared_f32(own_max + 32 * h);
+        for (int h = 0; h < 2; h++)
+            store_shared_f32_if((self.lane & 3) == 0, top_at + 32 * h, state.top[h]);
     }
-#pragma unroll
-    for (int h = 0; h < 2; h++) {
-        kept[h] = token != item.begin ? kept[h] : NO_MAXIMUM;
-        own_kept[h] = token >= item.begin + KBMLA_TILE_TOKENS ? own_kept[h] : NO_MAXIMUM;
-        top[h] = grown_maximum(kept[h], top[h], scale, params.growth);
-        kept[h] = exp2_approx((kept[h] - top[h]) * scale);
-        sums[h] *= exp2_approx((own_kept[h] - top[h]) * scale);
-    }
-    /* All lanes have read. */
-    __syncwarp();
-    if ((self.lane & 3) == 0) {
-        const uint32_t rescale =
-            smem_address(&smem.rescale[tile][self.group][row_position<N>(from_here(self.row) / 4)]);
-#pragma unroll
-        for (int h = 0; h < 2; h++) {
-            store_shared_f32(own_max + 32 * h, top[h]);
-            store_shared_f32(rescale + 8 * h, kept[h]);
-        }
-    }
-    exponentiate(s, sums, top, scale, params.log2_p_scale, self.p + tile * sm90_smem<N>::P_BYTES);
 }
 
-/* Adds the stage at `place`, whose first token is `token`, to O. */
+/* P of the warpgroup's stage from its scores and the maxima of both, its part of the row sums, and
+ * the factors of older sums. Whoever needs the maxima kept keeps them for itself, the same. */
 template <int N>
-static __device__ __forceinline__ void add_stage(float (&o)[M_TILES][N / 2], sm90_smem<N> &smem,
-                                                 const consumer &self, ring_place<N> place,
-                                                 uint32_t token) {
-    const uint32_t tile = token / KBMLA_TILE_TOKENS & 1, group = token / STAGE_TOKENS & 1;
-    const weighted_stage from = {
-        self.values + place.stage() * STAGE_BYTES,
-        smem_address(smem.p[tile]) + group * STAGE_TOKENS,
-        smem_address(&smem.rescale[tile][group][(self.lane & 3) * sm90_smem<N>::PITCH])};
-    accumulate<N>(o, from);
-    __syncwarp();
-    if (self.lane == 0)
-        mbarrier_arrive(smem_address(&smem.empty_bar[place.stage()]));
+static __device__ __forceinline__ void
+weigh(const float (&s)[sm90_smem<N>::SCORES], row_state<N> &state, const decode_params &params,
+      sm90_smem<N> &smem, const consumer &self, bool is_first_tile) {
+    const float scale = params.softmax_scale_log2;
+    if constexpr (sm90_smem<N>::IS_NARROW) {
+        const uint32_t row = min(self.lane, (uint32_t)N - 1);
+        const float seen = largest_part(smem_address(&smem.part_max[row * CONSUMER_WARPS]));
+        const float top = grown_maximum(state.kept, seen, scale, params.growth);
+        const float rescale = exp2_approx((state.kept - top) * scale);
+        state.kept = top;
+        store_shared_f32_if(self.block_warp == 0 && self.lane < N,
+                            smem_address(&smem.rescale[row_position<N>(row)]), rescale);
+        exponentiate_narrow<N>(s, state.sums, top, rescale, scale, params.log2_p_scale, self.p,
+                               self.lane);
+    } else if (16 * self.warp < N) {
+        const uint32_t other_at =
+                           smem_address(&smem.part_max[(self.group ^ 1) * sm90_smem<N>::ROWS]) +
+                           self.row,
+                       kept_at = smem_address(smem.row_max[self.group]) + self.row,
+                       rescale_at = smem_address(smem.rescale) +
+                                    4 * row_position<N>(from_here(self.row) / 4);
+        float other[2], kept[2];
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            other[h] = load_shared_f32(other_at + 32 * h);
+            kept[h] = load_shared_f32(kept_at + 32 * h);
+        }
+        /* All lanes have read. */
+        __syncwarp();
+        float (&top)[2] = state.top;
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            kept[h] = is_first_tile ? NO_MAXIMUM : kept[h];
+            top[h] = grown_maximum(kept[h], fmaxf(top[h], other[h]), scale, params.growth);
+            const float rescale = exp2_approx((kept[h] - top[h]) * scale);
+            state.sums[h] *= rescale;
+            store_shared_f32_if((self.lane & 3) == 0, kept_at + 32 * h, top[h]);
+            store_shared_f32_if((self.lane & 3) == 0 && self.group == 0, rescale_at + 8 * h,
+                                rescale);
+        }
+        exponentiate(s, state.sums, top, scale, params.log2_p_scale, self.p);
+    }
+}
+
+/* An item's sums and last maxima to shared memory. */
+template <int N>
+static __device__ __forceinline__ void share_rows(row_state<N> &state, sm90_smem<N> &smem,
+                                                  const consumer &self, uint32_t lane) {
+    if constexpr (sm90_smem<N>::IS_NARROW) {
+        share_narrow_sums<N>(state.sums, smem.row_sum[self.block_warp], lane);
+        if (self.block_warp == 0 && lane < N)
+            smem.row_max[0][lane] = state.kept;
+    } else if (16 * self.warp < N) {
+        const uint32_t row = 16 * self.warp + (lane >> 2);
+        sum_of_lanes(state.sums);
+        if ((lane & 3) == 0)
+#pragma unroll
+            for (int h = 0; h < 2; h++)
+                smem.row_sum[self.group][row + 8 * h] = state.sums[h];
+    }
 }
 
 template <int N>
 static __device__ __forceinline__ void consume(const decode_params &params, sm90_smem<N> &smem) {
     const consumer self = make_consumer<N>(smem);
     const uint32_t lane = self.lane, block_warp = self.block_warp;
-    const float scale = params.softmax_scale_log2;
-    /* Of the warpgroup's next stage. Full barriers are waited for from phase 0 on, empty ones,
+    /* Of the next tile's first stage. Full barriers are waited for from phase 0 on, empty ones,
      * which nobody has used, from 1 on. */
-    ring_place<N> own = {self.group};
+    ring_place<N> first = {0};
 
     for (uint32_t parity = 0;; parity ^= 1) {
         mbarrier_wait(smem_address(&smem.query_full_bar), parity);
@@ -279,57 +207,54 @@ static __device__ __forceinline__ void consume(const decode_params &params, sm90
         const uint32_t end = uniform(info.end);
         const item_stages item = {parity, (uint32_t)uniform(info.begin),
                                   (end + KBMLA_TILE_TOKENS - 1) / KBMLA_TILE_TOKENS *
-                                      KBMLA_TILE_TOKENS};
+                                      KBMLA_TILE_TOKENS,
+                                  (uint32_t)uniform(info.clean_end)};
         const bool has_stages = item.begin < item.end;
         float o[M_TILES][N / 2] = {};
-        float sums[2] = {}; /* of the warp's rows g and g + 8, this lane's tokens */
+        row_state<N> state = {};
+        state.kept = NO_MAXIMUM;
 
-        /* Warpgroup 0 comes by once more, for the last stage of the other. */
+        bool is_own_there = false; /* its stage of the next tile, as far as is known */
 #pragma unroll 1
-        for (uint32_t token = item.begin + self.group * STAGE_TOKENS;
-             has_stages && token < item.end + STAGE_TOKENS; token += KBMLA_TILE_TOKENS) {
-            const bool has_own = token < item.end, has_before = token != item.begin;
-            if (has_own) {
-                weigh<N>(params, smem, self, item, own, token, sums);
-                fence_async_proxy();
-                named_barrier_arrive(P_BARRIER + self.group, CONSUMERS);
-            } else {
-                named_barrier_sync(P_BARRIER + 1, CONSUMERS);
-            }
-            /* The other warpgroup's stage before, then the own one. */
-#pragma unroll 1
-            for (uint32_t step = has_before ? 0 : 1; step < 1 + has_own; step++) {
-                const ring_place<N> place = step == 0 ? own.previous() : own;
-                if (step == 0)
-                    mbarrier_wait(smem_address(&smem.full_bar[place.stage()]), place.phase());
-                else /* its four warps have written P */
-                    named_barrier_sync(GROUP_BARRIER + self.group, WARPGROUP);
-                add_stage<N>(o, smem, self, place, token - STAGE_TOKENS * (1 - step));
-            }
-            if (has_own)
-                own = own.next().next();
+        for (uint32_t token = item.begin; token < item.end; token += KBMLA_TILE_TOKENS) {
+            const ring_place<N> second = first.next(), own = self.group == 0 ? first : second,
+                                other = self.group == 0 ? second : first, next = own.next().next();
+            const uint32_t other_full_bar = smem_address(&smem.full_bar[other.stage()]);
+            float s[sm90_smem<N>::SCORES];
+            score<N>(s, state, smem, self, item, own, token + self.group * STAGE_TOKENS,
+                     is_own_there);
+            /* Asked ahead, too. */
+            const bool is_other_there =
+                __all_sync(FULL_WARP, mbarrier_poll(other_full_bar, other.phase()));
+            /* Both stages' maxima and cleared values are there; no product still reads P of the
+             * tile before. */
+            named_barrier_sync(CONSUMER_BARRIER, CONSUMERS);
+            weigh<N>(s, state, params, smem, self, token == item.begin);
+            fence_async_proxy();
+            if (!is_other_there)
+                mbarrier_wait(other_full_bar, other.phase());
+            const tile_places tile = {{self.values + first.stage() * STAGE_BYTES,
+                                       self.values + second.stage() * STAGE_BYTES},
+                                      smem_address(smem.p),
+                                      smem_address(&smem.rescale[(lane & 3) * sm90_smem<N>::PITCH]),
+                                      {smem_address(&smem.empty_bar[first.stage()]),
+                                       smem_address(&smem.empty_bar[second.stage()])},
+                                      smem_address(&smem.full_bar[next.stage()]),
+                                      next.phase()};
+            /* The first of V needs no P: before the barrier, but behind the fence, which would wait
+             * for it. */
+            value_fragments<N> a;
+            load_first_fragments<N>(a, tile);
+            /* P of both stages is there, and the factors. */
+            named_barrier_sync(CONSUMER_BARRIER, CONSUMERS);
+            is_own_there = accumulate<N>(o, a, tile);
+            first = second.next();
         }
 
         const item_rows rows = {uniform(info.slot), uniform(info.tile_row), uniform(info.rows)};
         if (has_stages) {
-            if (16 * self.warp < N) {
-                const uint32_t first = 16 * self.warp + (from_here(lane) >> 2);
-                float grown[2];
-#pragma unroll
-                for (int h = 0; h < 2; h++)
-                    grown[h] =
-                        smem.row_max[self.group][first + 8 * h] - smem.row_max[1][first + 8 * h];
-                sum_of_lanes(sums);
-#pragma unroll
-                for (int h = 0; h < 2; h++)
-                    sums[h] *= exp2_approx(grown[h] * scale);
-                if ((lane & 3) == 0)
-#pragma unroll
-                    for (int h = 0; h < 2; h++)
-                        smem.row_sum[self.group][first + 8 * h] = sums[h];
-            }
-            /* All sums are written; P, factors and maxima of the item are no longer read but for
-             * the last maxima. */
+            share_rows<N>(state, smem, self, from_here(lane));
+            /* All sums are written, and the last maxima. */
             named_barrier_sync(CONSUMER_BARRIER, CONSUMERS);
         } else if (lane == 0) {
             mbarrier_arrive(smem_address(&smem.query_empty_bar)); /* no scores will */

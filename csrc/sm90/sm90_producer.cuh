@@ -4,8 +4,8 @@
  * buffers. Each walks the work list on its own and runs ahead into the next item; only room stops
  * it.
  *
- * A tile is always two stages, so that both consumer warpgroups pass through all of them; a stage
- * past the end of an item holds whatever was there before.
+ * A tile is always two stages, one for each consumer warpgroup to score; a stage past the end of an
+ * item holds whatever was there before.
  */
 #ifndef KBMLA_SM90_PRODUCER_CUH
 #define KBMLA_SM90_PRODUCER_CUH

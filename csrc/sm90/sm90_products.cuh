@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * The two products of a stage, S = Q K^T and O^T = V^T P^T.
+ * S = Q K^T of a stage, and O^T = V^T P^T of a tile.
  *
  * Both are issued ahead as far as registers go: a product takes over 100 clocks from its start to
  * its wait, whatever its size.
@@ -14,10 +14,11 @@
  * of a sum, so each panel is summed apart, at a third of the error of one sum over all. */
 enum { SCORE_PANELS = 5 };
 
-/* Starts s = Q K^T over one panel: 64 rows against the 64 tokens of a stage. */
+/* Starts the scores of one panel of channels: of Q's 64 rows against the 64 tokens of a stage, or
+ * if narrow of the tokens against N rows. */
 template <int N>
-static __device__ __forceinline__ void start_panel_scores(float (&s)[STAGE_TOKENS / 2], int panel,
-                                                          uint32_t stage, uint32_t q) {
+static __device__ __forceinline__ void start_panel_scores(float (&s)[sm90_smem<N>::SCORES],
+                                                          int panel, uint32_t stage, uint32_t q) {
     const uint64_t k_panel = panel < 4 ? moved(panel_descriptor(stage), panel * PANEL_BYTES)
                                        : moved(rope_descriptor(stage), LATENT_BYTES);
     const uint64_t q_panel = panel < 4
@@ -27,7 +28,11 @@ static __device__ __forceinline__ void start_panel_scores(float (&s)[STAGE_TOKEN
     wgmma_fence();
 #pragma unroll
     for (int step = 0; step < (panel < 4 ? 4 : 2); step++)
-        wgmma_e4m3_64(s, moved(q_panel, 32 * step), moved(k_panel, 32 * step), step != 0);
+        if constexpr (sm90_smem<N>::IS_NARROW)
+            wgmma_e4m3<N>::ss(s, moved(k_panel, 32 * step), moved(q_panel, 32 * step), step != 0);
+        else
+            wgmma_e4m3<STAGE_TOKENS>::ss(s, moved(q_panel, 32 * step), moved(k_panel, 32 * step),
+                                         step != 0);
     wgmma_commit();
 }
 
@@ -59,108 +64,130 @@ static __device__ __forceinline__ void sort_values(uint32_t (&a)[2][4]) {
         }
 }
 
-/* Starts t = V^T P^T of one m tile over the tokens of a stage, for ROWS rows from P's row at `p`
- * on. */
-template <int ROWS>
-static __device__ __forceinline__ void start_output(float (&t)[ROWS / 2], uint32_t (&a)[2][4],
-                                                    uint32_t p) {
+/* Starts t (+)= V^T P^T of one m tile and a stage, whose P begins at `p`. */
+template <int N>
+static __device__ __forceinline__ void start_output(float (&t)[N / 2], uint32_t (&a)[2][4],
+                                                    uint32_t p, bool is_sum) {
     const uint64_t weights = panel_descriptor(p);
     hold_registers(t);
     hold_fragments(a);
     wgmma_fence();
 #pragma unroll
     for (int step = 0; step < 2; step++)
-        wgmma_e4m3<ROWS>::rs(t, a[step], moved(weights, 32 * step), step != 0);
+        wgmma_e4m3<N>::rs(t, a[step], moved(weights, 32 * step), is_sum || step != 0);
     wgmma_commit();
 }
 
-/* s = Q K^T. */
+/* s = Q K^T, or K Q^T if narrow. */
 template <int N>
-static __device__ __forceinline__ void compute_scores(float (&s)[STAGE_TOKENS / 2], uint32_t stage,
-                                                      uint32_t q) {
+static __device__ __forceinline__ void compute_scores(float (&s)[sm90_smem<N>::SCORES],
+                                                      uint32_t stage, uint32_t q) {
     constexpr int AHEAD = sm90_smem<N>::PANELS_AHEAD;
-    float next[AHEAD][STAGE_TOKENS / 2];
+    float next[AHEAD][sm90_smem<N>::SCORES];
     start_panel_scores<N>(s, 0, stage, q);
 #pragma unroll
     for (int panel = 1; panel <= AHEAD; panel++)
         start_panel_scores<N>(next[panel - 1], panel, stage, q);
 #pragma unroll
     for (int panel = 1; panel < SCORE_PANELS; panel++) {
-        float (&sum)[STAGE_TOKENS / 2] = next[(panel - 1) % AHEAD];
-        if (AHEAD > 1 && panel + 1 < SCORE_PANELS)
-            wgmma_wait<AHEAD - 1>();
-        else
+        float (&sum)[sm90_smem<N>::SCORES] = next[(panel - 1) % AHEAD];
+        if (AHEAD == 2 && panel + 1 < SCORE_PANELS)
+            wgmma_wait<1>();
+        else if (AHEAD < SCORE_PANELS - 1 || panel == 1)
             wgmma_wait<0>();
         hold_registers(s);
         hold_registers(sum);
 #pragma unroll
-        for (int i = 0; i < STAGE_TOKENS / 2; i++)
+        for (int i = 0; i < sm90_smem<N>::SCORES; i++)
             s[i] += sum[i];
         if (panel + AHEAD < SCORE_PANELS)
             start_panel_scores<N>(sum, panel + AHEAD, stage, q);
     }
 }
 
-/* What a stage adds to O. */
-struct weighted_stage {
-    uint32_t columns; /* where the lane reads in the first panel of its columns of V */
-    uint32_t p;       /* P of the stage */
-    uint32_t rescale; /* of what was summed before: the lane's first row */
+/* A tile as accumulate() takes it: addresses in shared memory. */
+struct tile_places {
+    uint32_t columns[2]; /* where the lane reads in the first panel of its columns of V, by stage */
+    uint32_t p;
+    uint32_t rescale;                   /* of what was summed before: the lane's first row */
+    uint32_t empty_bar[2];              /* of the stages */
+    uint32_t next_full_bar, next_phase; /* of the warpgroup's stage in the next tile */
 };
 
+/* Fragment number 2 * m + stage is V^T of an m tile and a stage, in slot number % FRAGMENTS until
+ * its products are done. */
+template <int N> using value_fragments = uint32_t[sm90_smem<N>::FRAGMENTS][2][4];
+
+template <int N>
+static __device__ __forceinline__ void load_fragment(value_fragments<N> &a, const tile_places &tile,
+                                                     int number) {
+    load_values(a[number % sm90_smem<N>::FRAGMENTS], tile.columns[number & 1], number >> 1);
+}
+
+template <int N>
+static __device__ __forceinline__ void load_first_fragments(value_fragments<N> &a,
+                                                            const tile_places &tile) {
+#pragma unroll
+    for (int number = 0; number < sm90_smem<N>::FRAGMENTS; number++)
+        load_fragment<N>(a, tile, number);
+}
+
+/* The warp has read all that it reads of a tile's stages. */
+static __device__ __forceinline__ void release_stages(const tile_places &tile) {
+    __syncwarp();
+    if (is_elected()) {
+        mbarrier_arrive(tile.empty_bar[0]);
+        mbarrier_arrive(tile.empty_bar[1]);
+    }
+}
+
 /*
- * O = O * rescale + V^T P^T of a stage. A group is the products of an m tile, or of a part of its
- * rows; two run while the one before them is added. The factors stay in registers: reading them
- * for each m tile would take as much of shared memory's time as V.
+ * O = O * rescale + V^T P^T of a tile, whose first fragments are loaded; says whether the
+ * warpgroup's next stage is there, which is asked beside the last products so that the answer costs
+ * no time. The factors stay in registers: reading them for each m tile would take as much of shared
+ * memory's time as V.
  */
 template <int N>
-static __device__ __forceinline__ void accumulate(float (&o)[M_TILES][N / 2],
-                                                  const weighted_stage &from) {
-    constexpr int PARTS = sm90_smem<N>::PRODUCT_PARTS, ROWS = N / PARTS, GROUPS = M_TILES * PARTS,
-                  COUNT = PARTS == 1 ? 3 : 2; /* m tiles' fragments: those in use, and the next */
-    uint32_t a[COUNT][2][4];
-    float t[3][ROWS / 2], factor[N / 4];
+static __device__ __forceinline__ bool accumulate(float (&o)[M_TILES][N / 2], value_fragments<N> &a,
+                                                  const tile_places &tile) {
+    constexpr int FRAGMENTS = sm90_smem<N>::FRAGMENTS;
+    static_assert(FRAGMENTS >= 2, "an m tile's fragments are loaded before its products start");
+    float t[N / 2], factor[N / 4];
+    bool is_next_there = false;
 #pragma unroll
-    for (int m = 0; m < COUNT; m++)
-        load_values(a[m], from.columns, m);
+    for (int m = 0; m < M_TILES; m++) {
 #pragma unroll
-    for (int i = 0; i < GROUPS + 2; i++) {
-        const int m = i / PARTS, part = i % PARTS;
-        if (i < GROUPS) {
-            if (part == 0)
-                sort_values(a[m % COUNT]);
-            start_output<ROWS>(t[i % 3], a[m % COUNT], from.p + part * ROWS * 128);
+        for (int stage = 0; stage < 2; stage++) {
+            uint32_t (&values)[2][4] = a[(2 * m + stage) % FRAGMENTS];
+            sort_values(values);
+            start_output<N>(t, values, tile.p + stage * STAGE_TOKENS, stage != 0);
         }
-        if (i == 0) {
+        if (m == 0)
 #pragma unroll
             for (int pair = 0; pair < N / 8; pair++) {
-                const float2 both = load_shared_f32x2(from.rescale + 8 * pair);
+                const float2 both = load_shared_f32x2(tile.rescale + 8 * pair);
                 factor[2 * pair] = both.x;
                 factor[2 * pair + 1] = both.y;
             }
+        if (m == M_TILES - 1) {
+            release_stages(tile);
+            is_next_there =
+                __all_sync(FULL_WARP, mbarrier_poll(tile.next_full_bar, tile.next_phase));
         }
-        if (i < 2)
-            continue;
-        if (i < GROUPS)
-            wgmma_wait<2>();
-        else if (i == GROUPS)
-            wgmma_wait<1>();
-        else
-            wgmma_wait<0>();
-        /* The group two before was the last of its m tile: its fragments make room. */
-        if ((i - 2) % PARTS == PARTS - 1 && (i - 2) / PARTS + COUNT < M_TILES)
-            load_values(a[(i - 2) / PARTS % COUNT], from.columns, (i - 2) / PARTS + COUNT);
-        float (&sum)[N / 2] = o[(i - 2) / PARTS];
-        float (&add)[ROWS / 2] = t[(i - 2) % 3];
-        const int first = (i - 2) % PARTS * (ROWS / 8);
-        hold_registers(add);
+        /* Products that are done make room for a fragment. */
 #pragma unroll
-        for (int j = 0; j < ROWS / 8; j++)
+        for (int stage = 0; stage < 2; stage++) {
+            stage == 0 ? wgmma_wait<1>() : wgmma_wait<0>();
+            const int number = 2 * m + stage + FRAGMENTS;
+            if (number < 2 * M_TILES)
+                load_fragment<N>(a, tile, number);
+        }
+        hold_registers(t);
 #pragma unroll
-            for (int k = 0; k < 4; k++)
-                sum[4 * (first + j) + k] = fmaf(sum[4 * (first + j) + k],
-                                                factor[2 * (first + j) + (k & 1)], add[4 * j + k]);
+        for (int i = 0; i < N / 2; i++)
+            o[m][i] = fmaf(o[m][i], factor[2 * (i >> 2) + (i & 1)], t[i]);
     }
+    return is_next_there;
 }
 
 #endif

@@ -12,9 +12,12 @@
 
 /* ---- barriers and fences */
 
-/* bar.arrive: is counted, and does not wait. */
-static __device__ __forceinline__ void named_barrier_arrive(uint32_t id, uint32_t threads) {
-    asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+/* One lane of a warp that has arrived here whole. */
+static __device__ __forceinline__ bool is_elected() {
+    uint32_t is;
+    asm volatile("{\n.reg .pred p;\nelect.sync _|p, 0xffffffff;\nselp.u32 %0, 1, 0, p;\n}"
+                 : "=r"(is)::"memory");
+    return is != 0;
 }
 
 /* As mbarrier_test, without sleeping. */
@@ -93,13 +96,25 @@ static __device__ __forceinline__ float load_shared_f32(uint32_t smem) {
     asm volatile("ld.shared.f32 %0, [%1];" : "=f"(x) : "r"(smem) : "memory");
     return x;
 }
+static __device__ __forceinline__ float4 load_shared_f32x4(uint32_t smem) {
+    float4 x;
+    asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
+                 : "r"(smem)
+                 : "memory");
+    return x;
+}
 static __device__ __forceinline__ float2 load_shared_f32x2(uint32_t smem) {
     float2 x;
     asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y) : "r"(smem) : "memory");
     return x;
 }
-static __device__ __forceinline__ void store_shared_f32(uint32_t smem, float x) {
-    asm volatile("st.shared.f32 [%0], %1;" ::"r"(smem), "f"(x) : "memory");
+/* As a branch around it the store would cost tens of clocks. */
+static __device__ __forceinline__ void store_shared_f32_if(bool condition, uint32_t smem, float x) {
+    asm volatile("{\n.reg .pred p;\nsetp.ne.u32 p, %0, 0;\n@p st.shared.f32 [%1], %2;\n}" ::"r"(
+                     (uint32_t)condition),
+                 "r"(smem), "f"(x)
+                 : "memory");
 }
 
 /* ---- matrices of 8x8 16-bit units, registers to shared */
@@ -108,6 +123,20 @@ static __device__ __forceinline__ void stmatrix_x4(uint32_t smem, uint32_t a, ui
                                                    uint32_t c, uint32_t d) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(smem),
                  "r"(a), "r"(b), "r"(c), "r"(d)
+                 : "memory");
+}
+
+/* The same of transposed matrices, four or two. */
+static __device__ __forceinline__ void stmatrix_x4_trans(uint32_t smem, uint32_t a, uint32_t b,
+                                                         uint32_t c, uint32_t d) {
+    asm volatile(
+        "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(smem),
+        "r"(a), "r"(b), "r"(c), "r"(d)
+        : "memory");
+}
+static __device__ __forceinline__ void stmatrix_x2_trans(uint32_t smem, uint32_t a, uint32_t b) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(smem),
+                 "r"(a), "r"(b)
                  : "memory");
 }
 
@@ -175,22 +204,21 @@ static __device__ __forceinline__ void hold_fragments(uint32_t (&reg)[2][4]) {
 #define WGMMA_REG_24 WGMMA_REG_20 ", %20, %21, %22, %23"
 #define WGMMA_REG_32 WGMMA_REG_24 ", %24, %25, %26, %27, %28, %29, %30, %31"
 
-/* N = 64, both operands in shared memory. */
-static __device__ __forceinline__ void wgmma_e4m3_64(float (&d)[32], uint64_t a, uint64_t b,
-                                                     int is_sum) {
-    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %34, 0;\n"
-                 "wgmma.mma_async.sync.aligned.m64n64k32.f32.e4m3.e4m3 {" WGMMA_REG_32
-                 "}, %32, %33, p, 1, 1;\n}"
-                 : WGMMA_OUT_32(d, 0)
-                 : "l"(a), "l"(b), "r"(is_sum));
-}
-
-/* Other N, `a` in registers. */
+/* `a` in shared memory, ss, or in registers, rs. */
 template <int N> struct wgmma_e4m3;
 
 /* The numbers of the operands behind `COUNT` accumulators follow from it: A .. F. */
 #define DEFINE_WGMMA_E4M3(N, COUNT, A, B, C, D, E, F)                                              \
     template <> struct wgmma_e4m3<N> {                                                             \
+        static __device__ __forceinline__ void ss(float (&d)[COUNT], uint64_t a, uint64_t b,       \
+                                                  int is_sum) {                                    \
+            asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #C ", 0;\n"                          \
+                         "wgmma.mma_async.sync.aligned.m64n" #N                                    \
+                         "k32.f32.e4m3.e4m3 {" WGMMA_REG_##COUNT "}, %" #A ", %" #B                \
+                                                                 ", p, 1, 1;\n}"                   \
+                         : WGMMA_OUT_##COUNT(d, 0)                                                 \
+                         : "l"(a), "l"(b), "r"(is_sum));                                           \
+        }                                                                                          \
         static __device__ __forceinline__ void rs(float (&d)[COUNT], const uint32_t (&a)[4],       \
                                                   uint64_t b, int is_sum) {                        \
             asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #F ", 0;\n"                          \
@@ -207,5 +235,6 @@ DEFINE_WGMMA_E4M3(24, 12, 12, 13, 14, 15, 16, 17);
 DEFINE_WGMMA_E4M3(32, 16, 16, 17, 18, 19, 20, 21);
 DEFINE_WGMMA_E4M3(40, 20, 20, 21, 22, 23, 24, 25);
 DEFINE_WGMMA_E4M3(48, 24, 24, 25, 26, 27, 28, 29);
+DEFINE_WGMMA_E4M3(64, 32, 32, 33, 34, 35, 36, 37);
 
 #endif

@@ -5,10 +5,10 @@
  *
  * A stage of the ring holds 64 tokens as two operands of wgmma: the latent as four panels
  * [64 tokens, 128 B] in the 128-byte swizzle, the rope as one [64, 64 B] in the 64-byte swizzle.
- * Q lies the same way with its N rows in place of tokens; as 64 rows of an operand it goes on into
- * what follows it, whose scores reach no result. P is [N rows, 128 tokens] in the 128-byte swizzle;
- * within 16 tokens byte 2i is token i and byte 2i + 1 token i + 8, the order in which transposed V
- * fragments come out of ldmatrix.
+ * Q lies the same way with its N rows in place of tokens; as 64 rows of an operand, where it
+ * is one, it goes on into what follows it, whose scores reach no result. P is [N rows, 128 tokens]
+ * in the 128-byte swizzle; within 16 tokens byte 2i is token i and byte 2i + 1 token i + 8, the
+ * order in which transposed V fragments come out of ldmatrix.
  *
  * What O is multiplied by is kept by position: row 8j + 2t + c, of which a lane with lane % 4 = t
  * has columns of O, has position t * PITCH + 2j + c, so that a lane's values of consecutive j are
@@ -55,24 +55,32 @@ struct item_info {
 template <int N> struct sm90_smem {
     enum {
         STAGES = N <= 48 ? 5 : 4,
-        /* As registers allow: panels of scores on their way behind the first, and parts of the rows
-         * whose products of an m tile of V run at a time. */
-        PANELS_AHEAD = N <= 48 ? 2 : 1,
-        PRODUCT_PARTS = N <= 48 ? 1 : 2,
+        /* Scores have tokens as their M side, not rows: with few rows that is less work. */
+        IS_NARROW = N <= 24,
+        SCORES = IS_NARROW ? N / 2 : STAGE_TOKENS / 2, /* of a thread and stage */
+        /* As registers allow: panels of scores on their way behind the first, and fragments of V
+         * that a thread holds, each of an m tile and a stage. */
+        PANELS_AHEAD = IS_NARROW ? 4 : 1 + (N <= 48),
+        FRAGMENTS = N <= 48 ? 4 : 3,
         ROWS = (N + 15) / 16 * 16, /* of the warps that have any */
+        /* Parts of a row's scores that are weighed apart: warps, or warpgroups. */
+        ROW_PARTS = IS_NARROW ? CONSUMER_WARPS : 2,
         /* Of a lane's positions: 16-byte loads, and the four lanes' in banks of their own. */
         PITCH = N == 64 ? 20 : (ROWS / 4 + 3) / 4 * 4,
         POSITIONS = 4 * PITCH,
         Q_PANEL_BYTES = N * 128,
-        P_BYTES = ROWS * 128
+        /* 64 rows from Q's panel 3 on end 8192 - 192 N bytes behind Q. */
+        P_BYTES = ROWS * 128 > 8192 - 192 * N ? ROWS * 128 : 8192 - 192 * N
     };
     alignas(SWIZZLE_ATOM) uint8_t ring[STAGES][STAGE_BYTES];
     alignas(SWIZZLE_ATOM) uint8_t q[N * KBMLA_HEAD_DIM_QK];
-    /* Of the even and the odd tiles; half of a tile's tokens are of each warpgroup's stage. */
-    alignas(SWIZZLE_ATOM) uint8_t p[2][P_BYTES];
-    alignas(16) float rescale[2][2][POSITIONS];          /* tile, warpgroup */
+    alignas(SWIZZLE_ATOM) uint8_t p[P_BYTES]; /* half of the tokens are of each warpgroup's stage */
+    alignas(16) float rescale[POSITIONS];
     alignas(16) float factor[CONSUMER_WARPS][POSITIONS]; /* of the output; each warp its own */
-    float row_max[2][ROWS], row_sum[2][ROWS]; /* of a warpgroup's last stage, of all of its */
+    /* Maxima of a tile's parts, [ROWS][ROW_PARTS] if narrow, else [ROW_PARTS][ROWS]; maxima kept,
+     * by warpgroup and equal in both; sums over an item's parts. */
+    alignas(16) float part_max[ROW_PARTS * ROWS];
+    float row_max[2][ROWS], row_sum[ROW_PARTS][ROWS];
     /* Of the even and the odd items: keys that a row sees, where it begins in `out` and in `lse`.
      */
     alignas(16) int32_t visible[2][ROWS];
@@ -94,9 +102,6 @@ template <int N> struct ring_place {
     __device__ __forceinline__ uint32_t phase() const { return at >= sm90_smem<N>::STAGES; }
     __device__ __forceinline__ ring_place next() const {
         return {at + 1 == 2 * sm90_smem<N>::STAGES ? 0 : at + 1};
-    }
-    __device__ __forceinline__ ring_place previous() const {
-        return {at == 0 ? 2 * sm90_smem<N>::STAGES - 1 : at - 1};
     }
 };
 

@@ -1,0 +1,103 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * The softmax step of the SM90 decode for blocks of few rows, whose scores have tokens as their M
+ * side: s[4j + 2h + c] of a lane is token 16 * warp + g + 8h of the stage, row 8j + 2t + c, with
+ * g = lane / 4, t = lane % 4. So all warps have scores of every row. Maxima go through shared
+ * memory; what is known of a row as a whole is with the lane of its number, in each warp the same.
+ */
+#ifndef KBMLA_SM90_NARROW_CUH
+#define KBMLA_SM90_NARROW_CUH
+
+#include "sm90_softmax.cuh"
+
+/* The row of number i = 2j + c of a lane's N / 4. */
+static __device__ __forceinline__ uint32_t narrow_row(int i, uint32_t lane) {
+    return 8 * (i >> 1) + 2 * (lane & 3) + (i & 1);
+}
+
+/* -inf for tokens that a row does not see; `visible` is of row 0, `token` the warp's first. */
+template <int N>
+static __device__ __forceinline__ void mask_narrow_scores(float (&s)[N / 2], uint32_t visible,
+                                                          uint32_t token, uint32_t lane) {
+#pragma unroll
+    for (int i = 0; i < N / 4; i++) {
+        const uint32_t bound = load_shared_u32(visible + 4 * narrow_row(i, lane));
+#pragma unroll
+        for (int h = 0; h < 2; h++)
+            if (token + (lane >> 2) + 8 * h >= bound)
+                s[4 * (i >> 1) + 2 * h + (i & 1)] = -INFINITY;
+    }
+}
+
+/* The largest of the warp's scores of each row, to the warp's place of row 0 at `to`. A row has
+ * CONSUMER_WARPS places. */
+template <int N>
+static __device__ __forceinline__ void share_narrow_maxima(const float (&s)[N / 2], uint32_t to,
+                                                           uint32_t lane) {
+    float top[N / 4];
+#pragma unroll
+    for (int i = 0; i < N / 4; i++)
+        top[i] = fmaxf(s[4 * (i >> 1) + (i & 1)], s[4 * (i >> 1) + 2 + (i & 1)]);
+#pragma unroll
+    for (int bit = 4; bit <= 16; bit *= 2)
+#pragma unroll
+        for (int i = 0; i < N / 4; i++)
+            top[i] = fmaxf(top[i], __shfl_xor_sync(FULL_WARP, top[i], bit));
+#pragma unroll
+    for (int i = 0; i < N / 4; i++)
+        store_shared_f32_if(lane < 4, to + narrow_row(i, lane) * (CONSUMER_WARPS * 4), top[i]);
+}
+
+/* The largest of a row's places at `at`. */
+static __device__ __forceinline__ float largest_part(uint32_t at) {
+    const float4 a = load_shared_f32x4(at), b = load_shared_f32x4(at + 16);
+    return fmaxf(fmaxf(fmaxf(a.x, a.y), fmaxf(a.z, a.w)), fmaxf(fmaxf(b.x, b.y), fmaxf(b.z, b.w)));
+}
+
+/* Where a lane's row of P's matrices begins, of 8 rows and the warp's 16 tokens each. */
+template <int N>
+static __device__ __forceinline__ uint32_t narrow_p_offset(uint32_t block_warp, uint32_t lane) {
+    const uint32_t row = lane & (N <= 16 ? 15 : 31);
+    return row * 128 + (((block_warp ^ row) & 7) << 4);
+}
+
+/* As exponentiate(), of the warp's 16 tokens; `kept` and `rescale` are of the lane's row. */
+template <int N>
+static __device__ __forceinline__ void
+exponentiate_narrow(const float (&s)[N / 2], float (&sums)[N / 4], float kept, float rescale,
+                    float scale, float log2_p_scale, uint32_t p, uint32_t lane) {
+    uint32_t packed[4] = {};
+#pragma unroll
+    for (int j = 0; j < N / 8; j++)
+#pragma unroll
+        for (int c = 0; c < 2; c++) {
+            const int i = 2 * j + c;
+            const float top = __shfl_sync(FULL_WARP, kept, narrow_row(i, lane));
+            const float factor = __shfl_sync(FULL_WARP, rescale, narrow_row(i, lane));
+            const float p0 = exp2_approx(fmaf(s[4 * j + c] - top, scale, log2_p_scale));
+            const float p8 = exp2_approx(fmaf(s[4 * j + 2 + c] - top, scale, log2_p_scale));
+            sums[i] = fmaf(sums[i], factor, p0 + p8);
+            packed[j] |= round_p(p0, p8) << (16 * c);
+        }
+    if (N <= 16)
+        stmatrix_x2_trans(p, packed[0], packed[1]);
+    else
+        stmatrix_x4_trans(p, packed[0], packed[1], packed[2], packed[3]);
+}
+
+/* Sums over the warp's tokens, to row_sum, [N]. */
+template <int N>
+static __device__ __forceinline__ void share_narrow_sums(float (&sums)[N / 4], float *row_sum,
+                                                         uint32_t lane) {
+#pragma unroll
+    for (int bit = 4; bit <= 16; bit *= 2)
+#pragma unroll
+        for (int i = 0; i < N / 4; i++)
+            sums[i] += __shfl_xor_sync(FULL_WARP, sums[i], bit);
+    if (lane < 4)
+#pragma unroll
+        for (int i = 0; i < N / 4; i++)
+            row_sum[narrow_row(i, lane)] = sums[i];
+}
+
+#endif
