@@ -124,11 +124,18 @@ def _repeated(call: Callable[[], object]) -> Callable[[], None]:
     return run
 
 
-def kbmla_graphs(inputs: Inputs, policy: str, partial_fp16: bool) -> Timed:
+def kbmla_graphs(inputs: Inputs, policy: str, options: Options) -> Timed:
     """The graphs of kbmla with one policy."""
     shape, device = inputs.shape, inputs.query.device
     requests = len(shape.lengths)
-    model = BalancedMla(shape.heads, device, False, policy=policy, partial_fp16=partial_fp16)
+    model = BalancedMla(
+        shape.heads,
+        device,
+        False,
+        policy=policy,
+        partial_fp16=options.partial_fp16,
+        backend=options.backend,
+    )
     model.require(shape.q, requests)
     rows = (requests, shape.q, shape.heads)
     # NaN until written: an element that no kernel writes shows in the error.
@@ -233,13 +240,14 @@ def worst_error(out: Tensor, exact: tuple[list[int], list[Tensor]]) -> float | N
 class Options:
     """policies: the first is compared with FlashMLA; repeats: timed replays; seconds: limit of a
     shape's replays, which lowers the repeats of a slow one; check: compare outputs; partial_fp16:
-    kbmla's unmerged results as FP16."""
+    kbmla's unmerged results as FP16; backend: None takes the device's fastest."""
 
     policies: tuple[str, ...] = ("balanced", "equal")
     repeats: int = 20
     seconds: float = 4.0
     check: bool = True
     partial_fp16: bool = False
+    backend: str | None = None
 
 
 def measure(
@@ -252,9 +260,7 @@ def measure(
 ) -> Row:
     """Times one shape."""
     inputs = make_inputs(shape, cache)
-    timed = {
-        policy: kbmla_graphs(inputs, policy, options.partial_fp16) for policy in options.policies
-    }
+    timed = {policy: kbmla_graphs(inputs, policy, options) for policy in options.policies}
     peer = flashmla.graphs(inputs) if flashmla else None
     everyone = [*timed.values(), *([peer] if peer else [])]
     steps = [one.decode.replay for one in everyone]
@@ -346,6 +352,9 @@ def parser() -> argparse.ArgumentParser:
         "--seconds", type=float, default=4.0, help="limit of a shape's replays (default 4)"
     )
     p.add_argument("--fp16-partials", action="store_true", help="unmerged results of kbmla as FP16")
+    p.add_argument(
+        "--backend", choices=("sm90", "cuda"), help="of kbmla (default: the device's fastest)"
+    )
     p.add_argument("--no-check", action="store_true", help="do not compare outputs with float64")
     p.add_argument("--json", type=Path, metavar="FILE", help="write the run; --load prints it")
     p.add_argument("--csv", type=Path, metavar="FILE", help="write the rows")
@@ -409,11 +418,19 @@ def _run(args: argparse.Namespace) -> int:
     flashmla = FlashMla(args.flashmla) if args.flashmla else None
 
     state = timing.gpu_state()
-    about: dict[str, Any] = {**state, "kbmla": build_info(), "flashmla": args.flashmla}
+    about: dict[str, Any] = {
+        **state,
+        "kbmla": build_info(),
+        "backend": args.backend,
+        "fp16_partials": args.fp16_partials,
+        "flashmla": args.flashmla,
+    }
     gpu, l2_bytes = str(state["gpu"]), int(state["l2_bytes"])
     print(", ".join(f"{name} {value}" for name, value in state.items()))
     limits = timing.ceilings()
-    options = Options(policies, repeats, args.seconds, not args.no_check, args.fp16_partials)
+    options = Options(
+        policies, repeats, args.seconds, not args.no_check, args.fp16_partials, args.backend
+    )
     print(header(policies, flashmla is not None), flush=True)
     rows: list[Row] = []
     try:
