@@ -2,6 +2,8 @@
 """The float64 reference against closed forms and against itself in other arrangements."""
 
 import math
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -345,6 +347,14 @@ def test_what_p_makes_up_for(below_tie, rounded):
         out, lse = call(reference.e4m3_model, batch, (-math.log(p), 1.0), fp22=fp22)
         assert out[0, 0, 0, 0].item() == pytest.approx(stored / (1 + p), rel=1e-12)
         assert lse.item() == pytest.approx(math.log2(1 + p), rel=1e-12)
+
+
+def test_the_kernel_makes_up_for_the_same():
+    source = Path(__file__).parents[1] / "csrc/sm90/sm90_softmax.cuh"
+    if not source.exists():
+        pytest.skip("no csrc/ beside the tests")
+    written = re.search(r"#define LEAST_CUT (\S+)f\n", source.read_text("utf-8"))
+    assert float(written[1]) == reference.FP22_LEAST_CUT
 
 
 # ---------------------------------------------------------------- errors

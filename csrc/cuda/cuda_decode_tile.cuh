@@ -43,15 +43,6 @@ static __device__ __forceinline__ uint32_t latent_offset(uint32_t row, uint32_t 
     return row * KBMLA_HEAD_DIM_V + ((slot ^ ((row & 1) << 2 | (row >> 1 & 3))) << 4);
 }
 
-static __device__ __forceinline__ uint4 load_shared_16(uint32_t smem) {
-    uint4 value;
-    asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
-                 : "r"(smem)
-                 : "memory");
-    return value;
-}
-
 /* Scores += Q K^T over one panel of 64 channels; `k_smem` is this lane's 16 bytes of its token. */
 template <int M_TILES, int CHAINS>
 static __device__ __forceinline__ void panel_scores(float (&part)[CHAINS][M_TILES][4],

@@ -118,6 +118,15 @@ static __device__ __forceinline__ void prefetch_l2(const void *gmem) {
     asm volatile("prefetch.global.L2 [%0];" ::"l"(gmem));
 }
 
+static __device__ __forceinline__ uint4 load_shared_16(uint32_t smem) {
+    uint4 value;
+    asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
+                 : "r"(smem)
+                 : "memory");
+    return value;
+}
+
 /* 16 bytes of the same word. */
 static __device__ __forceinline__ void store_shared_16(uint32_t smem, uint32_t word) {
     asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(smem), "r"(word) : "memory");

@@ -223,7 +223,7 @@ static __device__ __forceinline__ void consume(const decode_params &params, sm90
             float s[sm90_smem<N>::SCORES];
             score<N>(s, state, smem, self, item, own, token + self.group * STAGE_TOKENS,
                      is_own_there);
-            /* Asked ahead, too. */
+            /* Asked before the barrier: behind it the answer would cost its time. */
             const bool is_other_there =
                 __all_sync(FULL_WARP, mbarrier_poll(other_full_bar, other.phase()));
             /* Both stages' maxima and cleared values are there; no product still reads P of the

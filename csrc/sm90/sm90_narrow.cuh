@@ -50,8 +50,11 @@ static __device__ __forceinline__ void share_narrow_maxima(const float (&s)[N / 
 
 /* The largest of a row's places at `at`. */
 static __device__ __forceinline__ float largest_part(uint32_t at) {
-    const float4 a = load_shared_f32x4(at), b = load_shared_f32x4(at + 16);
-    return fmaxf(fmaxf(fmaxf(a.x, a.y), fmaxf(a.z, a.w)), fmaxf(fmaxf(b.x, b.y), fmaxf(b.z, b.w)));
+    const uint4 a = load_shared_16(at), b = load_shared_16(at + 16);
+    const float x = fmaxf(fmaxf(__uint_as_float(a.x), __uint_as_float(a.y)),
+                          fmaxf(__uint_as_float(a.z), __uint_as_float(a.w)));
+    return fmaxf(x, fmaxf(fmaxf(__uint_as_float(b.x), __uint_as_float(b.y)),
+                          fmaxf(__uint_as_float(b.z), __uint_as_float(b.w))));
 }
 
 /* Where a lane's row of P's matrices begins, of 8 rows and the warp's 16 tokens each. */

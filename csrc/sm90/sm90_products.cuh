@@ -2,8 +2,8 @@
 /*
  * S = Q K^T of a stage, and O^T = V^T P^T of a tile.
  *
- * Both are issued ahead as far as registers go: a product takes over 100 clocks from its start to
- * its wait, whatever its size.
+ * A product takes over 100 clocks from its start to its wait, whatever its size. Panels of scores
+ * are issued ahead as far as registers go; between m tiles of O the other warpgroup's products run.
  */
 #ifndef KBMLA_SM90_PRODUCTS_CUH
 #define KBMLA_SM90_PRODUCTS_CUH

@@ -96,20 +96,12 @@ static __device__ __forceinline__ float load_shared_f32(uint32_t smem) {
     asm volatile("ld.shared.f32 %0, [%1];" : "=f"(x) : "r"(smem) : "memory");
     return x;
 }
-static __device__ __forceinline__ float4 load_shared_f32x4(uint32_t smem) {
-    float4 x;
-    asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
-                 : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
-                 : "r"(smem)
-                 : "memory");
-    return x;
-}
 static __device__ __forceinline__ float2 load_shared_f32x2(uint32_t smem) {
     float2 x;
     asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y) : "r"(smem) : "memory");
     return x;
 }
-/* As a branch around it the store would cost tens of clocks. */
+/* Under a predicate: an if around the store becomes a branch. */
 static __device__ __forceinline__ void store_shared_f32_if(bool condition, uint32_t smem, float x) {
     asm volatile("{\n.reg .pred p;\nsetp.ne.u32 p, %0, 0;\n@p st.shared.f32 [%1], %2;\n}" ::"r"(
                      (uint32_t)condition),
