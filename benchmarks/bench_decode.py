@@ -240,7 +240,8 @@ def worst_error(out: Tensor, exact: tuple[list[int], list[Tensor]]) -> float | N
 class Options:
     """policies: the first is compared with FlashMLA; repeats: timed replays; seconds: limit of a
     shape's replays, which lowers the repeats of a slow one; check: compare outputs; partial_fp16:
-    kbmla's unmerged results as FP16; backend: None takes the device's fastest."""
+    kbmla's unmerged results as FP16; backend: None takes the device's fastest; sustained: seconds
+    that each graph has the GPU for itself, instead of taking turns."""
 
     policies: tuple[str, ...] = ("balanced", "equal")
     repeats: int = 20
@@ -248,6 +249,7 @@ class Options:
     check: bool = True
     partial_fp16: bool = False
     backend: str | None = None
+    sustained: float | None = None
 
 
 def measure(
@@ -264,9 +266,13 @@ def measure(
     peer = flashmla.graphs(inputs) if flashmla else None
     everyone = [*timed.values(), *([peer] if peer else [])]
     steps = [one.decode.replay for one in everyone]
-    once = sum(times[0] for times in timing.event_times(steps, 1, warmup=1))
-    repeats = timing.fitting_repeats(once, options.repeats, options.seconds)
-    runs = timing.event_times(steps, repeats)
+    if options.sustained:
+        runs = timing.sustained_times(steps, options.sustained)
+        repeats = min(map(len, runs))
+    else:
+        once = sum(times[0] for times in timing.event_times(steps, 1, warmup=1))
+        repeats = timing.fitting_repeats(once, options.repeats, options.seconds)
+        runs = timing.event_times(steps, repeats)
     plans = timing.event_times([one.plan.replay for one in everyone], min(repeats, 10))
 
     per_layer = [timing.median(times) / shape.layers for times in runs]
@@ -351,6 +357,12 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--seconds", type=float, default=4.0, help="limit of a shape's replays (default 4)"
     )
+    p.add_argument(
+        "--sustained",
+        type=float,
+        metavar="S",
+        help="S seconds of warm-up and S of replays of each alone: speed at the power limit",
+    )
     p.add_argument("--fp16-partials", action="store_true", help="unmerged results of kbmla as FP16")
     p.add_argument(
         "--backend", choices=("sm90", "cuda"), help="of kbmla (default: the device's fastest)"
@@ -402,6 +414,8 @@ def _run(args: argparse.Namespace) -> int:
         raise ValueError(
             f"--repeats, --seconds: expected at least 1 and above 0, got {repeats}, {args.seconds}"
         )
+    if args.sustained is not None and not args.sustained > 0:
+        raise ValueError(f"--sustained: expected above 0, got {args.sustained}")
     shapes = select(args.batch, args.heads, args.q, args.only, args.quick)
     policies = tuple(dict.fromkeys(args.policies))
     if args.plot:
@@ -423,13 +437,22 @@ def _run(args: argparse.Namespace) -> int:
         "kbmla": build_info(),
         "backend": args.backend,
         "fp16_partials": args.fp16_partials,
+        "sustained": args.sustained,
         "flashmla": args.flashmla,
     }
     gpu, l2_bytes = str(state["gpu"]), int(state["l2_bytes"])
     print(", ".join(f"{name} {value}" for name, value in state.items()))
+    if args.sustained:
+        print(f"each graph alone, {args.sustained:g} s after {args.sustained:g} s of warm-up")
     limits = timing.ceilings()
     options = Options(
-        policies, repeats, args.seconds, not args.no_check, args.fp16_partials, args.backend
+        policies,
+        repeats,
+        args.seconds,
+        not args.no_check,
+        args.fp16_partials,
+        args.backend,
+        args.sustained,
     )
     print(header(policies, flashmla is not None), flush=True)
     rows: list[Row] = []

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import statistics
 import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -26,6 +27,7 @@ __all__ = [
     "median",
     "read_bandwidth",
     "roofline_us",
+    "sustained_times",
 ]
 
 median = statistics.median
@@ -75,6 +77,18 @@ def event_times(
             mine.append((start, end))
     torch.cuda.synchronize()
     return [[start.elapsed_time(end) * 1e3 for start, end in mine] for mine in pairs]
+
+
+def sustained_times(calls: Sequence[Callable[[], object]], seconds: float) -> list[list[float]]:
+    """Microseconds of each call's runs while it alone keeps the GPU busy, `seconds` of them after
+    as long a warm-up. What would draw more than the card's power limit runs at lower clocks then,
+    which a few runs are over before."""
+    found = []
+    for call in calls:
+        once = event_times([call], 3)[0]
+        repeats = fitting_repeats(median(once), sys.maxsize, seconds)
+        found.append(event_times([call], repeats, warmup=repeats)[0])
+    return found
 
 
 def fitting_repeats(round_us: float, wanted: int, seconds: float, least: int = 3) -> int:

@@ -236,7 +236,8 @@ def test_plot_without_matplotlib(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(
-    "argv", [["--repeats", "0"], ["--seconds", "nan"], ["--quick", "--q", "0"]]
+    "argv",
+    [["--repeats", "0"], ["--seconds", "nan"], ["--sustained", "0"], ["--quick", "--q", "0"]],
 )
 def test_bad_numbers(argv, capsys):
     assert bench_decode.main(argv) == 2

@@ -263,6 +263,7 @@ SANITIZED = [
     # heads, q, page, lengths, options
     (12, 1, 64, [700, 0, 129], {}),
     (20, 3, 1, [70, 3], {"partial_fp16": True}),
+    (56, 1, 64, [300, 2], {}),
     (64, 1, 256, [900], {"reducer_d_tiles": 2}),
     (96, 5, 16, [300, 1], {"p_scale": 1.0}),
 ]

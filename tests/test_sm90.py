@@ -69,12 +69,13 @@ def pool(sm90: torch.device) -> torch.Tensor:
 # ---------------------------------------------------------------------------- scores
 
 
+@pytest.mark.parametrize("heads", [16, 48, 64])
 @pytest.mark.parametrize("kind", ["gaussian", "aligned", "wide"])
-def test_scores_are_those_of_the_model(sm90, kind):
+def test_scores_are_those_of_the_model(sm90, kind, heads):
     """Requests of one key: at a softmax scale of ln 2 the lse is the raw score itself: to FP32
     roundings that of `reference.fp22_products` (neighbours are 2^-13 of a panel's sum apart), and
     no further from the exact one than the rule allows."""
-    requests, heads = 200, 64
+    requests = 200
     g = torch.Generator().manual_seed(len(kind))
     keys = torch.randn(requests, 576, generator=g)
     query = torch.randn(requests, 1, heads, 576, generator=g)
@@ -123,7 +124,7 @@ def test_queries_along_their_keys(sm90, p_scale):
 # ---------------------------------------------------------------------------- sums of O
 
 
-@pytest.mark.parametrize("heads", [16, 64])
+@pytest.mark.parametrize("heads", [16, 56, 64])
 @pytest.mark.parametrize("length", [8192, 32768, 131072])
 def test_mean_of_v_over_one_long_split(sm90, capsys, heads, length):
     """V with mean 0.25 in one split. Summed in one FP22 accumulator the mean of out / ref - 1 would
@@ -247,7 +248,7 @@ def strided_query(shape: tuple[int, int, int], seed: int, rng: random.Random, de
 
 def random_case(pool: torch.Tensor, seed: int) -> tuple[Batch, dict]:
     rng = random.Random(seed)
-    heads = rng.choice([1, 2, 5, 8, 12, 16, 17, 24, 33, 40, 48, 64, 65, 96, 127, 128])
+    heads = rng.choice([1, 2, 5, 8, 12, 16, 17, 24, 33, 40, 48, 56, 64, 65, 96, 127, 128])
     q = rng.choice([n for n in range(1, 9) if heads * n <= 1024])
     page = 2 ** rng.randrange(9)
     world = rng.choice([1, 1, 1, 2, 3, 8])
@@ -387,7 +388,7 @@ def test_staircases_of_the_maximum(sm90, p_scale, rise, shape):
 
 
 @pytest.mark.parametrize("page", [1, 8, 16, 32, 64, 128, 256])
-@pytest.mark.parametrize("heads", [12, 64, 128])
+@pytest.mark.parametrize("heads", [12, 28, 64, 128])
 def test_nothing_unused_reaches_a_result(sm90, heads, page):
     """NaN in page tails and unlisted pages, rubbish in the table past the length (a page of a
     neighbour among it), workspace and results poisoned: not a bit depends on them."""
@@ -582,7 +583,7 @@ def test_two_streams(sm90):
             assert_same(got, wanted[i], f"model {i}")
 
 
-@pytest.mark.parametrize("heads", [8, 24, 32, 40, 48, 64, 128])
+@pytest.mark.parametrize("heads", [8, 24, 32, 40, 48, 56, 64, 128])
 def test_repeats_of_every_block_size(sm90, heads):
     """100 times the same bits in every instantiation of the kernel, with other poison each time."""
     batch = make_batch([12_000, 500, 0, 3000], heads, 1, device=sm90, seed=heads)

@@ -6,13 +6,13 @@
  * wgmma takes E4M3 operands from shared memory only as they lie along K, and a KV row lies along
  * the channels. So the products are
  *
- *     S = Q K^T       rows by the 64 tokens of a stage, both in shared memory
+ *     S^T = K Q^T     the 64 tokens of a stage by N rows, both in shared memory
  *     O^T = V^T P^T   columns by N rows; V^T through ldmatrix in registers, P in shared memory
  *
- * Nothing is transposed in memory, and O costs what rows there are, rounded up to 16, 24, 32, 40,
- * 48 or 64. The M side of S is 64 rows, of which N exist, and four lanes have all scores of a row:
- * its maximum takes two shuffles. Up to 24 rows it is the tokens, which leaves less to multiply and
- * work for all warps (sm90_narrow.cuh).
+ * Nothing is transposed in memory, and both cost what rows there are, rounded up to 16, 24, 32, 40,
+ * 48, 56 or 64 (sm90_narrow.cuh has the softmax of these scores). With 64 rows nothing is padded
+ * either way, and scores are S = Q K^T: four lanes have all scores of a row, and its maximum takes
+ * two shuffles (sm90_softmax.cuh).
  *
  * Two warpgroups share a tile of 128 tokens, two stages of the ring: each scores one of them, and
  * sums its 256 columns of O over both. They go through a tile in step:
@@ -35,9 +35,9 @@
  * on that addition. The largest score of a tile is exact, no guess that would be corrected. Results
  * of unsplit requests go straight to `out`.
  *
- * Registers of a consumer thread: O 2N all along; 32 scores, or N/2 if narrow, and as many of each
- * panel on its way, or N/2 products of V, its fragments and N/4 factors. What a lane needs of
- * addresses is kept beside them. Relies on kbmla.c's checks, as every backend.
+ * Registers of a consumer thread: O 2N all along; N/2 scores and as many of each panel on its way,
+ * or N/2 products of V, its fragments and N/4 factors; row sums. What a lane needs of addresses is
+ * kept beside them. Relies on kbmla.c's checks, as every backend.
  */
 #include "../cuda/cuda_item.cuh"
 #include "../cuda/cuda_launch.h"
@@ -85,21 +85,21 @@ struct item_stages {
 };
 
 /* What a thread knows of rows: of the warp's rows g and g + 8, or if narrow, sums of N / 4 rows and
- * the maximum kept of row `lane`. */
+ * the maxima kept of rows lane, lane + 32. */
 template <int N> struct row_state {
-    float sums[sm90_smem<N>::IS_NARROW ? N / 4 : 2]; /* of this lane's tokens */
-    float top[2];                                    /* of the warpgroup's stage */
-    float kept;
+    float sums[sm90_smem<N>::LANE_SUMS]; /* of this lane's tokens */
+    float fresh[N / 4];                  /* of the tile, not yet in `sums`; if narrow */
+    float kept[sm90_smem<N>::LANE_ROWS]; /* if narrow */
+    float top[2];                        /* of the warpgroup's stage; if not */
 };
 
 /* Scores of the warpgroup's stage at `own`, whose first token is `token` and which may be known to
  * be there; their maxima, for the other warps too. Releases Q behind the item's last, clears V past
  * its end. */
 template <int N>
-static __device__ __forceinline__ void score(float (&s)[sm90_smem<N>::SCORES], row_state<N> &state,
-                                             sm90_smem<N> &smem, const consumer &self,
-                                             const item_stages &item, ring_place<N> own,
-                                             uint32_t token, bool is_there) {
+static __device__ __forceinline__ void
+score(float (&s)[N / 2], row_state<N> &state, sm90_smem<N> &smem, const consumer &self,
+      const item_stages &item, ring_place<N> own, uint32_t token, bool is_there) {
     const uint32_t stage = smem_address(smem.ring) + own.stage() * STAGE_BYTES,
                    visible = smem_address(smem.visible[item.parity]);
     if (!is_there)
@@ -114,7 +114,7 @@ static __device__ __forceinline__ void score(float (&s)[sm90_smem<N>::SCORES], r
         if (is_masked)
             mask_narrow_scores<N>(s, visible, token + 16 * self.warp, self.lane);
         share_narrow_maxima<N>(s, smem_address(&smem.part_max[self.block_warp]), self.lane);
-    } else if (16 * self.warp < N) {
+    } else {
         const uint32_t top_at =
             smem_address(&smem.part_max[self.group * sm90_smem<N>::ROWS]) + self.row;
         if (is_masked)
@@ -129,21 +129,24 @@ static __device__ __forceinline__ void score(float (&s)[sm90_smem<N>::SCORES], r
 /* P of the warpgroup's stage from its scores and the maxima of both, its part of the row sums, and
  * the factors of older sums. Whoever needs the maxima kept keeps them for itself, the same. */
 template <int N>
-static __device__ __forceinline__ void
-weigh(const float (&s)[sm90_smem<N>::SCORES], row_state<N> &state, const decode_params &params,
-      sm90_smem<N> &smem, const consumer &self, bool is_first_tile) {
+static __device__ __forceinline__ void weigh(const float (&s)[N / 2], row_state<N> &state,
+                                             const decode_params &params, sm90_smem<N> &smem,
+                                             const consumer &self, bool is_first_tile) {
     const float scale = params.softmax_scale_log2;
     if constexpr (sm90_smem<N>::IS_NARROW) {
-        const uint32_t row = min(self.lane, (uint32_t)N - 1);
-        const float seen = largest_part(smem_address(&smem.part_max[row * CONSUMER_WARPS]));
-        const float top = grown_maximum(state.kept, seen, scale, params.growth);
-        const float rescale = exp2_approx((state.kept - top) * scale);
-        state.kept = top;
-        store_shared_f32_if(self.block_warp == 0 && self.lane < N,
-                            smem_address(&smem.rescale[row_position<N>(row)]), rescale);
-        exponentiate_narrow<N>(s, state.sums, top, rescale, scale, params.log2_p_scale, self.p,
+#pragma unroll
+        for (int i = 0; i < sm90_smem<N>::LANE_ROWS; i++) {
+            const uint32_t row = min(32 * i + self.lane, (uint32_t)N - 1);
+            const float seen = largest_part(smem_address(&smem.part_max[row * CONSUMER_WARPS]));
+            const float top = grown_maximum(state.kept[i], seen, scale, params.growth);
+            const float rescale = exp2_approx((state.kept[i] - top) * scale);
+            state.kept[i] = top;
+            store_shared_f32_if(self.block_warp == 0 && 32 * i + self.lane < N,
+                                smem_address(&smem.rescale[row_position<N>(row)]), rescale);
+        }
+        exponentiate_narrow<N>(s, state.fresh, state.kept, scale, params.log2_p_scale, self.p,
                                self.lane);
-    } else if (16 * self.warp < N) {
+    } else {
         const uint32_t other_at =
                            smem_address(&smem.part_max[(self.group ^ 1) * sm90_smem<N>::ROWS]) +
                            self.row,
@@ -179,9 +182,12 @@ static __device__ __forceinline__ void share_rows(row_state<N> &state, sm90_smem
                                                   const consumer &self, uint32_t lane) {
     if constexpr (sm90_smem<N>::IS_NARROW) {
         share_narrow_sums<N>(state.sums, smem.row_sum[self.block_warp], lane);
-        if (self.block_warp == 0 && lane < N)
-            smem.row_max[0][lane] = state.kept;
-    } else if (16 * self.warp < N) {
+        if (self.block_warp == 0)
+#pragma unroll
+            for (int i = 0; i < sm90_smem<N>::LANE_ROWS; i++)
+                if (32 * i + lane < N)
+                    smem.row_max[0][32 * i + lane] = state.kept[i];
+    } else {
         const uint32_t row = 16 * self.warp + (lane >> 2);
         sum_of_lanes(state.sums);
         if ((lane & 3) == 0)
@@ -212,7 +218,9 @@ static __device__ __forceinline__ void consume(const decode_params &params, sm90
         const bool has_stages = item.begin < item.end;
         float o[M_TILES][N / 2] = {};
         row_state<N> state = {};
-        state.kept = NO_MAXIMUM;
+#pragma unroll
+        for (float &kept : state.kept)
+            kept = NO_MAXIMUM;
 
         bool is_own_there = false; /* its stage of the next tile, as far as is known */
 #pragma unroll 1
@@ -220,7 +228,7 @@ static __device__ __forceinline__ void consume(const decode_params &params, sm90
             const ring_place<N> second = first.next(), own = self.group == 0 ? first : second,
                                 other = self.group == 0 ? second : first, next = own.next().next();
             const uint32_t other_full_bar = smem_address(&smem.full_bar[other.stage()]);
-            float s[sm90_smem<N>::SCORES];
+            float s[N / 2];
             score<N>(s, state, smem, self, item, own, token + self.group * STAGE_TOKENS,
                      is_own_there);
             /* Asked before the barrier: behind it the answer would cost its time. */
@@ -247,7 +255,7 @@ static __device__ __forceinline__ void consume(const decode_params &params, sm90
             load_first_fragments<N>(a, tile);
             /* P of both stages is there, and the factors. */
             named_barrier_sync(CONSUMER_BARRIER, CONSUMERS);
-            is_own_there = accumulate<N>(o, a, tile);
+            is_own_there = accumulate<N>(o, state.sums, state.fresh, a, tile);
             first = second.next();
         }
 
@@ -260,14 +268,14 @@ static __device__ __forceinline__ void consume(const decode_params &params, sm90
             mbarrier_arrive(smem_address(&smem.query_empty_bar)); /* no scores will */
         }
         float *const factor = smem.factor[block_warp];
-        float lse[(N + 31) / 32];
+        float lse[sm90_smem<N>::LANE_ROWS];
         finish_rows<N>(params, smem, factor, lse, rows.slot < 0 ? params.output_scale : 1.0f,
                        has_stages, from_here(lane));
         __syncwarp();
         store_rows<N>(params, rows, o, factor, smem.out_at[parity], block_warp, from_here(lane));
         if (block_warp == 0)
 #pragma unroll
-            for (int i = 0; i < (N + 31) / 32; i++)
+            for (int i = 0; i < sm90_smem<N>::LANE_ROWS; i++)
                 write_lse(params, rows, smem.lse_at[parity], 32 * i + (int32_t)from_here(lane),
                           lse[i]);
         __syncwarp();
@@ -332,12 +340,7 @@ struct decode_shape {
 };
 
 template <int N> void fill_shape(decode_shape &shape) {
-    typedef sm90_smem<N> layout;
-    static_assert(sizeof(layout) <= 227 * 1024, "more than a block may have");
-    static_assert(
-        offsetof(layout, q) + 3 * layout::Q_PANEL_BYTES + MAX_BLOCK_ROWS * 128 <= sizeof(layout) &&
-            offsetof(layout, q) + 4 * layout::Q_PANEL_BYTES + MAX_BLOCK_ROWS * 64 <= sizeof(layout),
-        "64 rows from any of Q's panels on are shared memory of the block");
+    static_assert(sizeof(sm90_smem<N>) <= 227 * 1024, "more than a block may have");
     shape.smem_bytes = (int32_t)sizeof(sm90_smem<N>);
     shape.kernel = reinterpret_cast<const void *>(sm90_decode_kernel<N>);
 }
@@ -362,6 +365,9 @@ decode_shape choose_shape(int32_t q_tile_rows) {
         break;
     case 48:
         fill_shape<48>(shape);
+        break;
+    case 56:
+        fill_shape<56>(shape);
         break;
     default:
         shape.block_rows = MAX_BLOCK_ROWS;

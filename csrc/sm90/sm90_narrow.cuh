@@ -1,9 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * The softmax step of the SM90 decode for blocks of few rows, whose scores have tokens as their M
- * side: s[4j + 2h + c] of a lane is token 16 * warp + g + 8h of the stage, row 8j + 2t + c, with
- * g = lane / 4, t = lane % 4. So all warps have scores of every row. Maxima go through shared
- * memory; what is known of a row as a whole is with the lane of its number, in each warp the same.
+ * The softmax step of the SM90 decode for blocks of less than 64 rows, whose scores have tokens as
+ * their M side: s[4j + 2h + c] of a lane is token 16 * warp + g + 8h of the stage, row 8j + 2t + c,
+ * with g = lane / 4, t = lane % 4. So all warps have scores of every row. Maxima go through shared
+ * memory; what is known of rows as a whole is with the lanes of their numbers modulo 32, in each
+ * warp the same.
  */
 #ifndef KBMLA_SM90_NARROW_CUH
 #define KBMLA_SM90_NARROW_CUH
@@ -29,23 +30,47 @@ static __device__ __forceinline__ void mask_narrow_scores(float (&s)[N / 2], uin
     }
 }
 
-/* The largest of the warp's scores of each row, to the warp's place of row 0 at `to`. A row has
- * CONSUMER_WARPS places. */
+/*
+ * The largest of the warp's scores of each row, to the warp's place of row 0 at `to`. A row has
+ * CONSUMER_WARPS places. Of two values, the lanes of a pair go on with one each as long as there
+ * are two, with both when there are not.
+ */
 template <int N>
 static __device__ __forceinline__ void share_narrow_maxima(const float (&s)[N / 2], uint32_t to,
                                                            uint32_t lane) {
-    float top[N / 4];
+    float top[N / 8]; /* of rows 8j + 2t + c, c by lane */
+    const bool is_odd = (lane & 16) != 0;
 #pragma unroll
-    for (int i = 0; i < N / 4; i++)
-        top[i] = fmaxf(s[4 * (i >> 1) + (i & 1)], s[4 * (i >> 1) + 2 + (i & 1)]);
+    for (int j = 0; j < N / 8; j++) {
+        const float even = fmaxf(s[4 * j], s[4 * j + 2]), odd = fmaxf(s[4 * j + 1], s[4 * j + 3]);
+        const float other = __shfl_xor_sync(FULL_WARP, is_odd ? even : odd, 16);
+        top[j] = fmaxf(is_odd ? odd : even, other);
+    }
+    int count = N / 8;
+    uint32_t row = 2 * (lane & 3) + is_odd;
+    bool is_first = true; /* of the lanes that have the same values */
 #pragma unroll
-    for (int bit = 4; bit <= 16; bit *= 2)
+    for (int bit = 8; bit >= 4; bit /= 2) {
+        const bool is_high = (lane & bit) != 0;
+        if (count % 2 == 0) {
+            count /= 2;
+            row += is_high ? 8 * count : 0;
 #pragma unroll
-        for (int i = 0; i < N / 4; i++)
-            top[i] = fmaxf(top[i], __shfl_xor_sync(FULL_WARP, top[i], bit));
+            for (int j = 0; j < count; j++) {
+                const float low = top[j], high = top[j + count];
+                const float other = __shfl_xor_sync(FULL_WARP, is_high ? low : high, bit);
+                top[j] = fmaxf(is_high ? high : low, other);
+            }
+        } else {
+            is_first = is_first && !is_high;
 #pragma unroll
-    for (int i = 0; i < N / 4; i++)
-        store_shared_f32_if(lane < 4, to + narrow_row(i, lane) * (CONSUMER_WARPS * 4), top[i]);
+            for (int j = 0; j < count; j++)
+                top[j] = fmaxf(top[j], __shfl_xor_sync(FULL_WARP, top[j], bit));
+        }
+    }
+#pragma unroll
+    for (int j = 0; j < count; j++)
+        store_shared_f32_if(is_first, to + (row + 8 * j) * (CONSUMER_WARPS * 4), top[j]);
 }
 
 /* The largest of a row's places at `at`. */
@@ -57,35 +82,40 @@ static __device__ __forceinline__ float largest_part(uint32_t at) {
                           fmaxf(__uint_as_float(b.z), __uint_as_float(b.w))));
 }
 
-/* Where a lane's row of P's matrices begins, of 8 rows and the warp's 16 tokens each. */
+/* Where a lane's row of P's matrices begins, of 8 rows and the warp's 16 tokens each. Rows from 32
+ * on are in as many more, 32 rows behind. */
 template <int N>
 static __device__ __forceinline__ uint32_t narrow_p_offset(uint32_t block_warp, uint32_t lane) {
     const uint32_t row = lane & (N <= 16 ? 15 : 31);
     return row * 128 + (((block_warp ^ row) & 7) << 4);
 }
 
-/* As exponentiate(), of the warp's 16 tokens; `kept` and `rescale` are of the lane's row. */
+/* As exponentiate(), of the warp's 16 tokens; `kept` is of rows lane, lane + 32. */
 template <int N>
 static __device__ __forceinline__ void
-exponentiate_narrow(const float (&s)[N / 2], float (&sums)[N / 4], float kept, float rescale,
-                    float scale, float log2_p_scale, uint32_t p, uint32_t lane) {
-    uint32_t packed[4] = {};
+exponentiate_narrow(const float (&s)[N / 2], float (&sums)[N / 4],
+                    const float (&kept)[sm90_smem<N>::LANE_ROWS], float scale, float log2_p_scale,
+                    uint32_t p, uint32_t lane) {
+    uint32_t packed[8] = {};
 #pragma unroll
     for (int j = 0; j < N / 8; j++)
 #pragma unroll
         for (int c = 0; c < 2; c++) {
             const int i = 2 * j + c;
-            const float top = __shfl_sync(FULL_WARP, kept, narrow_row(i, lane));
-            const float factor = __shfl_sync(FULL_WARP, rescale, narrow_row(i, lane));
+            const float top = __shfl_sync(FULL_WARP, kept[j / 4], narrow_row(i, lane) & 31);
             const float p0 = exp2_approx(fmaf(s[4 * j + c] - top, scale, log2_p_scale));
             const float p8 = exp2_approx(fmaf(s[4 * j + 2 + c] - top, scale, log2_p_scale));
-            sums[i] = fmaf(sums[i], factor, p0 + p8);
+            sums[i] = p0 + p8;
             packed[j] |= round_p(p0, p8) << (16 * c);
         }
-    if (N <= 16)
+    if constexpr (N <= 16)
         stmatrix_x2_trans(p, packed[0], packed[1]);
     else
         stmatrix_x4_trans(p, packed[0], packed[1], packed[2], packed[3]);
+    if constexpr (N > 48)
+        stmatrix_x4_trans(p + 32 * 128, packed[4], packed[5], packed[6], packed[7]);
+    else if constexpr (N > 32)
+        stmatrix_x2_trans(p + 32 * 128, packed[4], packed[5]);
 }
 
 /* Sums over the warp's tokens, to row_sum, [N]. */

@@ -33,8 +33,9 @@ static __device__ __forceinline__ void write_lse(const decode_params &params, co
 template <int N>
 static __device__ __forceinline__ void
 finish_rows(const decode_params &params, sm90_smem<N> &smem, float *factor,
-            float (&lse)[(N + 31) / 32], float numerator, bool has_stages, uint32_t lane) {
-    constexpr int ROUNDS = (N + 31) / 32;
+            float (&lse)[sm90_smem<N>::LANE_ROWS], float numerator, bool has_stages,
+            uint32_t lane) {
+    constexpr int ROUNDS = sm90_smem<N>::LANE_ROWS;
     uint32_t row[ROUNDS];
     float sum[ROUNDS];
     bool is_empty[ROUNDS];

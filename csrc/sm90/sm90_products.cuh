@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * S = Q K^T of a stage, and O^T = V^T P^T of a tile.
+ * Scores of a stage, and O^T = V^T P^T of a tile.
  *
  * A product takes over 100 clocks from its start to its wait, whatever its size. Panels of scores
  * are issued ahead as far as registers go; between m tiles of O the other warpgroup's products run.
@@ -14,11 +14,11 @@
  * of a sum, so each panel is summed apart, at a third of the error of one sum over all. */
 enum { SCORE_PANELS = 5 };
 
-/* Starts the scores of one panel of channels: of Q's 64 rows against the 64 tokens of a stage, or
- * if narrow of the tokens against N rows. */
+/* Starts the scores of one panel of channels: of the 64 tokens of a stage against N rows, or if not
+ * narrow of 64 rows against the tokens. */
 template <int N>
-static __device__ __forceinline__ void start_panel_scores(float (&s)[sm90_smem<N>::SCORES],
-                                                          int panel, uint32_t stage, uint32_t q) {
+static __device__ __forceinline__ void start_panel_scores(float (&s)[N / 2], int panel,
+                                                          uint32_t stage, uint32_t q) {
     const uint64_t k_panel = panel < 4 ? moved(panel_descriptor(stage), panel * PANEL_BYTES)
                                        : moved(rope_descriptor(stage), LATENT_BYTES);
     const uint64_t q_panel = panel < 4
@@ -78,19 +78,19 @@ static __device__ __forceinline__ void start_output(float (&t)[N / 2], uint32_t 
     wgmma_commit();
 }
 
-/* s = Q K^T, or K Q^T if narrow. */
+/* Scores of a stage, K Q^T if narrow, else Q K^T of 64 rows: N / 2 of a thread either way. */
 template <int N>
-static __device__ __forceinline__ void compute_scores(float (&s)[sm90_smem<N>::SCORES],
-                                                      uint32_t stage, uint32_t q) {
+static __device__ __forceinline__ void compute_scores(float (&s)[N / 2], uint32_t stage,
+                                                      uint32_t q) {
     constexpr int AHEAD = sm90_smem<N>::PANELS_AHEAD;
-    float next[AHEAD][sm90_smem<N>::SCORES];
+    float next[AHEAD][N / 2];
     start_panel_scores<N>(s, 0, stage, q);
 #pragma unroll
     for (int panel = 1; panel <= AHEAD; panel++)
         start_panel_scores<N>(next[panel - 1], panel, stage, q);
 #pragma unroll
     for (int panel = 1; panel < SCORE_PANELS; panel++) {
-        float (&sum)[sm90_smem<N>::SCORES] = next[(panel - 1) % AHEAD];
+        float (&sum)[N / 2] = next[(panel - 1) % AHEAD];
         if (AHEAD == 2 && panel + 1 < SCORE_PANELS)
             wgmma_wait<1>();
         else if (AHEAD < SCORE_PANELS - 1 || panel == 1)
@@ -98,7 +98,7 @@ static __device__ __forceinline__ void compute_scores(float (&s)[sm90_smem<N>::S
         hold_registers(s);
         hold_registers(sum);
 #pragma unroll
-        for (int i = 0; i < sm90_smem<N>::SCORES; i++)
+        for (int i = 0; i < N / 2; i++)
             s[i] += sum[i];
         if (panel + AHEAD < SCORE_PANELS)
             start_panel_scores<N>(sum, panel + AHEAD, stage, q);
@@ -145,11 +145,13 @@ static __device__ __forceinline__ void release_stages(const tile_places &tile) {
  * O = O * rescale + V^T P^T of a tile, whose first fragments are loaded; says whether the
  * warpgroup's next stage is there, which is asked beside the last products so that the answer costs
  * no time. The factors stay in registers: reading them for each m tile would take as much of shared
- * memory's time as V.
+ * memory's time as V. If narrow they are of the rows of a lane's sums as well, to which the tile's,
+ * `fresh`, are added here.
  */
 template <int N>
-static __device__ __forceinline__ bool accumulate(float (&o)[M_TILES][N / 2], value_fragments<N> &a,
-                                                  const tile_places &tile) {
+static __device__ __forceinline__ bool
+accumulate(float (&o)[M_TILES][N / 2], float (&sums)[sm90_smem<N>::LANE_SUMS],
+           const float (&fresh)[N / 4], value_fragments<N> &a, const tile_places &tile) {
     constexpr int FRAGMENTS = sm90_smem<N>::FRAGMENTS;
     static_assert(FRAGMENTS >= 2, "an m tile's fragments are loaded before its products start");
     float t[N / 2], factor[N / 4];
@@ -162,13 +164,18 @@ static __device__ __forceinline__ bool accumulate(float (&o)[M_TILES][N / 2], va
             sort_values(values);
             start_output<N>(t, values, tile.p + stage * STAGE_TOKENS, stage != 0);
         }
-        if (m == 0)
+        if (m == 0) {
 #pragma unroll
             for (int pair = 0; pair < N / 8; pair++) {
                 const float2 both = load_shared_f32x2(tile.rescale + 8 * pair);
                 factor[2 * pair] = both.x;
                 factor[2 * pair + 1] = both.y;
             }
+            if constexpr (sm90_smem<N>::IS_NARROW)
+#pragma unroll
+                for (int i = 0; i < N / 4; i++)
+                    sums[i] = fmaf(sums[i], factor[i], fresh[i]);
+        }
         if (m == M_TILES - 1) {
             release_stages(tile);
             is_next_there =

@@ -187,6 +187,7 @@ static __device__ __forceinline__ void hold_fragments(uint32_t (&reg)[2][4]) {
 #define WGMMA_OUT_16(d, i) WGMMA_OUT_8(d, i), WGMMA_OUT_8(d, i + 8)
 #define WGMMA_OUT_20(d, i) WGMMA_OUT_16(d, i), WGMMA_OUT_4(d, i + 16)
 #define WGMMA_OUT_24(d, i) WGMMA_OUT_16(d, i), WGMMA_OUT_8(d, i + 16)
+#define WGMMA_OUT_28(d, i) WGMMA_OUT_24(d, i), WGMMA_OUT_4(d, i + 24)
 #define WGMMA_OUT_32(d, i) WGMMA_OUT_16(d, i), WGMMA_OUT_16(d, i + 16)
 
 #define WGMMA_REG_8 "%0, %1, %2, %3, %4, %5, %6, %7"
@@ -194,7 +195,8 @@ static __device__ __forceinline__ void hold_fragments(uint32_t (&reg)[2][4]) {
 #define WGMMA_REG_16 WGMMA_REG_12 ", %12, %13, %14, %15"
 #define WGMMA_REG_20 WGMMA_REG_16 ", %16, %17, %18, %19"
 #define WGMMA_REG_24 WGMMA_REG_20 ", %20, %21, %22, %23"
-#define WGMMA_REG_32 WGMMA_REG_24 ", %24, %25, %26, %27, %28, %29, %30, %31"
+#define WGMMA_REG_28 WGMMA_REG_24 ", %24, %25, %26, %27"
+#define WGMMA_REG_32 WGMMA_REG_28 ", %28, %29, %30, %31"
 
 /* `a` in shared memory, ss, or in registers, rs. */
 template <int N> struct wgmma_e4m3;
@@ -227,6 +229,7 @@ DEFINE_WGMMA_E4M3(24, 12, 12, 13, 14, 15, 16, 17);
 DEFINE_WGMMA_E4M3(32, 16, 16, 17, 18, 19, 20, 21);
 DEFINE_WGMMA_E4M3(40, 20, 20, 21, 22, 23, 24, 25);
 DEFINE_WGMMA_E4M3(48, 24, 24, 25, 26, 27, 28, 29);
+DEFINE_WGMMA_E4M3(56, 28, 28, 29, 30, 31, 32, 33);
 DEFINE_WGMMA_E4M3(64, 32, 32, 33, 34, 35, 36, 37);
 
 #endif

@@ -1,14 +1,13 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
  * Sizes, shared memory and layouts of the SM90 decode, for blocks of N query rows: 16, 24, 32,
- * 40, 48 or 64.
+ * 40, 48, 56 or 64.
  *
  * A stage of the ring holds 64 tokens as two operands of wgmma: the latent as four panels
  * [64 tokens, 128 B] in the 128-byte swizzle, the rope as one [64, 64 B] in the 64-byte swizzle.
- * Q lies the same way with its N rows in place of tokens; as 64 rows of an operand, where it
- * is one, it goes on into what follows it, whose scores reach no result. P is [N rows, 128 tokens]
- * in the 128-byte swizzle; within 16 tokens byte 2i is token i and byte 2i + 1 token i + 8, the
- * order in which transposed V fragments come out of ldmatrix.
+ * Q lies the same way with its N rows in place of tokens. P is [N rows, 128 tokens] in the
+ * 128-byte swizzle; within 16 tokens byte 2i is token i and byte 2i + 1 token i + 8, the order in
+ * which transposed V fragments come out of ldmatrix.
  *
  * What O is multiplied by is kept by position: row 8j + 2t + c, of which a lane with lane % 4 = t
  * has columns of O, has position t * PITCH + 2j + c, so that a lane's values of consecutive j are
@@ -39,7 +38,7 @@ enum {
 
 static_assert(LATENT_BYTES == 4 * PANEL_BYTES, "the latent is four panels");
 static_assert(KBMLA_TILE_TOKENS == 2 * STAGE_TOKENS, "a tile is one stage of each warpgroup");
-static_assert(MAX_BLOCK_ROWS == 64, "the rows of one product of scores");
+static_assert(MAX_BLOCK_ROWS == 64, "the M side of a product");
 
 /* What the consumers need of an item, written by the warp that loads Q. */
 struct item_info {
@@ -55,26 +54,27 @@ struct item_info {
 template <int N> struct sm90_smem {
     enum {
         STAGES = N <= 48 ? 5 : 4,
-        /* Scores have tokens as their M side, not rows: with few rows that is less work. */
-        IS_NARROW = N <= 24,
-        SCORES = IS_NARROW ? N / 2 : STAGE_TOKENS / 2, /* of a thread and stage */
+        /* Scores have tokens as their M side, not rows, of which 64 would be multiplied. */
+        IS_NARROW = N < MAX_BLOCK_ROWS,
+        LANE_SUMS = IS_NARROW ? N / 4 : 2, /* rows of which a thread has scores */
         /* As registers allow: panels of scores on their way behind the first, and fragments of V
          * that a thread holds, each of an m tile and a stage. */
-        PANELS_AHEAD = IS_NARROW ? 4 : 1 + (N <= 48),
+        PANELS_AHEAD = N <= 32 ? 4
+        : N <= 48              ? 2
+                               : 1,
         FRAGMENTS = N <= 48 ? 4 : 3,
-        ROWS = (N + 15) / 16 * 16, /* of the warps that have any */
+        ROWS = (N + 15) / 16 * 16, /* of matrices in pairs */
+        LANE_ROWS = (N + 31) / 32, /* where a warp's lanes have a row each */
         /* Parts of a row's scores that are weighed apart: warps, or warpgroups. */
         ROW_PARTS = IS_NARROW ? CONSUMER_WARPS : 2,
         /* Of a lane's positions: 16-byte loads, and the four lanes' in banks of their own. */
-        PITCH = N == 64 ? 20 : (ROWS / 4 + 3) / 4 * 4,
+        PITCH = ROWS == 64 ? 20 : ROWS / 4,
         POSITIONS = 4 * PITCH,
-        Q_PANEL_BYTES = N * 128,
-        /* 64 rows from Q's panel 3 on end 8192 - 192 N bytes behind Q. */
-        P_BYTES = ROWS * 128 > 8192 - 192 * N ? ROWS * 128 : 8192 - 192 * N
+        Q_PANEL_BYTES = N * 128
     };
     alignas(SWIZZLE_ATOM) uint8_t ring[STAGES][STAGE_BYTES];
     alignas(SWIZZLE_ATOM) uint8_t q[N * KBMLA_HEAD_DIM_QK];
-    alignas(SWIZZLE_ATOM) uint8_t p[P_BYTES]; /* half of the tokens are of each warpgroup's stage */
+    alignas(SWIZZLE_ATOM) uint8_t p[ROWS * 128]; /* half of the tokens of each warpgroup's stage */
     alignas(16) float rescale[POSITIONS];
     alignas(16) float factor[CONSUMER_WARPS][POSITIONS]; /* of the output; each warp its own */
     /* Maxima of a tile's parts, [ROWS][ROW_PARTS] if narrow, else [ROW_PARTS][ROWS]; maxima kept,
