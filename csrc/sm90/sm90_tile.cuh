@@ -59,9 +59,7 @@ template <int N> struct sm90_smem {
         LANE_SUMS = IS_NARROW ? N / 4 : 2, /* rows of which a thread has scores */
         /* As registers allow: panels of scores on their way behind the first, and fragments of V
          * that a thread holds, each of an m tile and a stage. */
-        PANELS_AHEAD = N <= 32 ? 4
-        : N <= 48              ? 2
-                               : 1,
+        PANELS_AHEAD = N <= 32 ? 4 : 1 + (N <= 48),
         FRAGMENTS = N <= 48 ? 4 : 3,
         ROWS = (N + 15) / 16 * 16, /* of matrices in pairs */
         LANE_ROWS = (N + 31) / 32, /* where a warp's lanes have a row each */
