@@ -15,6 +15,9 @@ Page size 64, pages in random order, Gaussian E4M3 data, the policies side by si
               of peers_h200.json, "run" the kernel of --flashmla, timed in turn with ours
     error     ||out - float64|| / ||float64|| of the longest request that fits and the shortest
 
+With --sustained nothing takes turns, and the mean of each alone counts; floor and roof remain those
+of short runs.
+
 Exit status: 0 done, 1 an output out of bounds, 2 a request that cannot be met, in one line on
 stderr.
 """
@@ -36,6 +39,7 @@ from bench_report import (
     header,
     largest,
     line,
+    mode,
     plot,
     pyplot,
     read_json,
@@ -241,7 +245,7 @@ class Options:
     """policies: the first is compared with FlashMLA; repeats: timed replays; seconds: limit of a
     shape's replays, which lowers the repeats of a slow one; check: compare outputs; partial_fp16:
     kbmla's unmerged results as FP16; backend: None takes the device's fastest; sustained: seconds
-    that each graph has the GPU for itself, instead of taking turns."""
+    of timing.sustained_times, instead of repeats and their limit."""
 
     policies: tuple[str, ...] = ("balanced", "equal")
     repeats: int = 20
@@ -275,7 +279,9 @@ def measure(
         runs = timing.event_times(steps, repeats)
     plans = timing.event_times([one.plan.replay for one in everyone], min(repeats, 10))
 
-    per_layer = [timing.median(times) / shape.layers for times in runs]
+    # At the limit clocks come and go: what counts is what is done in a time.
+    average = timing.mean if options.sustained else timing.median
+    per_layer = [average(times) / shape.layers for times in runs]
     per_plan = [timing.median(times) / PLANS_PER_GRAPH for times in plans]
     floor, roof = timing.roofline_us(shape.kv_bytes, shape.flops, limits)
     row = Row(
@@ -291,7 +297,7 @@ def measure(
         plan_us=per_plan[0],
         floor_us=floor,
         roof_us=roof,
-        recorded_us=peers().get((shape.batch, shape.heads, shape.q)),
+        recorded_us=None if options.sustained else peers().get((shape.batch, shape.heads, shape.q)),
         spread={
             name: (max(times) - min(times)) / timing.median(times)
             for name, times in zip([*timed, "flashmla"], runs, strict=False)
@@ -361,7 +367,8 @@ def parser() -> argparse.ArgumentParser:
         "--sustained",
         type=float,
         metavar="S",
-        help="S seconds of warm-up and S of replays of each alone: speed at the power limit",
+        help="instead of --repeats: S seconds of each graph alone, as much before: speed at the "
+        "card's power limit; 60 shapes of two policies take 4 * S minutes",
     )
     p.add_argument("--fp16-partials", action="store_true", help="unmerged results of kbmla as FP16")
     p.add_argument(
@@ -384,6 +391,7 @@ def _reprint(args: argparse.Namespace) -> int:
     rows, limits, about = read_json(args.load)
     with_run = any(row.flashmla_us is not None for row in rows)
     if rows:
+        print(mode(about))
         print(header(list(rows[0].us), with_run))
     for row in rows:
         print(line(row, with_run))
@@ -410,12 +418,14 @@ def _rows(
 
 def _run(args: argparse.Namespace) -> int:
     repeats = args.repeats if args.repeats is not None else (10 if args.quick else 20)
-    if repeats < 1 or not args.seconds > 0:
+    if repeats < 1 or not 0 < args.seconds < math.inf:
         raise ValueError(
             f"--repeats, --seconds: expected at least 1 and above 0, got {repeats}, {args.seconds}"
         )
-    if args.sustained is not None and not args.sustained > 0:
+    if args.sustained is not None and not 0 < args.sustained < math.inf:
         raise ValueError(f"--sustained: expected above 0, got {args.sustained}")
+    if args.sustained is not None and args.repeats is not None:
+        raise ValueError("--sustained, --repeats: expected one of them")
     shapes = select(args.batch, args.heads, args.q, args.only, args.quick)
     policies = tuple(dict.fromkeys(args.policies))
     if args.plot:
@@ -442,17 +452,16 @@ def _run(args: argparse.Namespace) -> int:
     }
     gpu, l2_bytes = str(state["gpu"]), int(state["l2_bytes"])
     print(", ".join(f"{name} {value}" for name, value in state.items()))
-    if args.sustained:
-        print(f"each graph alone, {args.sustained:g} s after {args.sustained:g} s of warm-up")
+    print(mode(about))
     limits = timing.ceilings()
     options = Options(
-        policies,
-        repeats,
-        args.seconds,
-        not args.no_check,
-        args.fp16_partials,
-        args.backend,
-        args.sustained,
+        policies=policies,
+        repeats=repeats,
+        seconds=args.seconds,
+        check=not args.no_check,
+        partial_fp16=args.fp16_partials,
+        backend=args.backend,
+        sustained=args.sustained,
     )
     print(header(policies, flashmla is not None), flush=True)
     rows: list[Row] = []

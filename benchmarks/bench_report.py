@@ -29,6 +29,14 @@ def largest(values: Sequence[float]) -> float | None:
     return max(values, key=lambda value: (math.isnan(value), value), default=None)
 
 
+def mode(about: dict[str, Any]) -> str:
+    """How the graphs of a run were timed, in a line."""
+    seconds = about.get("sustained")
+    if seconds is None:
+        return "graphs in turn, medians"
+    return f"each graph alone, {seconds:g} s after {seconds:g} s of warm-up, means"
+
+
 @dataclass
 class Row:
     """Result of one shape. Times are microseconds; the first policy is the one that ratios,
@@ -40,7 +48,7 @@ class Row:
     requests: int
     tokens: int
     layers: int
-    repeats: int
+    repeats: int  # of the graph with the fewest
     cold: bool
     us: dict[str, float]
     plan_us: float

@@ -22,8 +22,8 @@ The schedules: the project's planner through `KvBalancedMla` (policies balanced,
 length and a fixed overhead, as FlashMLA's scheduler does. That one needs no list of equal pieces
 and may cut each q tile of a request elsewhere; its cuts are at whole tiles of this kernel.
 
-Constants are H200 measurements (bandwidths, stores of all SMs) but for the main loop, a line 4 to
-11 % below the times measured at 48 and 64 rows, and the start of an entry, the store rate of few
+Constants are H200 measurements (bandwidths, stores of all SMs) but for the main loop, a line 1 to
+3 % above the times measured at 48 and 64 rows, and the start of an entry, the store rate of few
 SMs and the latency of the reduce, which are estimates.
 """
 

@@ -24,13 +24,14 @@ __all__ = [
     "fitting_repeats",
     "fp8_matmul_rate",
     "gpu_state",
+    "mean",
     "median",
     "read_bandwidth",
     "roofline_us",
     "sustained_times",
 ]
 
-median = statistics.median
+mean, median = statistics.fmean, statistics.median
 
 
 # ---------------------------------------------------------------- graphs and events
@@ -80,14 +81,15 @@ def event_times(
 
 
 def sustained_times(calls: Sequence[Callable[[], object]], seconds: float) -> list[list[float]]:
-    """Microseconds of each call's runs while it alone keeps the GPU busy, `seconds` of them after
-    as long a warm-up. What would draw more than the card's power limit runs at lower clocks then,
-    which a few runs are over before."""
-    found = []
-    for call in calls:
-        once = event_times([call], 3)[0]
-        repeats = fitting_repeats(median(once), sys.maxsize, seconds)
-        found.append(event_times([call], repeats, warmup=repeats)[0])
+    """Microseconds of each call's runs while it alone keeps the GPU busy, for twice half of
+    `seconds`, each after as long a warm-up; the second halves come in reverse order, so that a card
+    that warms up favours none. A load above the card's power limit is clocked down within that
+    time; a few runs end before it is."""
+    found: list[list[float]] = [[] for _ in calls]
+    for i in [*range(len(calls)), *reversed(range(len(calls)))]:
+        once = median(event_times([calls[i]], 3)[0])
+        repeats = fitting_repeats(once, sys.maxsize, seconds / 2)
+        found[i] += event_times([calls[i]], repeats, warmup=repeats)[0]
     return found
 
 

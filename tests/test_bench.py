@@ -174,6 +174,22 @@ def test_checked_requests():
     assert bench_decode.checked_requests(long)
 
 
+def test_sustained_times(monkeypatch):
+    """Each call alone, then each again in reverse, half of the seconds and as long before."""
+    runs = []
+
+    def event_times(calls, repeats, *, warmup=2):
+        runs.append((calls[0](), repeats, warmup))
+        return [[100.0 if calls[0]() == "fast" else 1e4] * repeats]
+
+    monkeypatch.setattr(timing, "event_times", event_times)
+    found = timing.sustained_times([lambda: "fast", lambda: "slow"], 0.4)
+    assert [run for run in runs if run[1] != 3] == [
+        ("fast", 2000, 2000), ("slow", 20, 20), ("slow", 20, 20), ("fast", 2000, 2000),
+    ]  # fmt: skip
+    assert [len(times) for times in found] == [4000, 40]
+
+
 # ---------------------------------------------------------------- tables and files
 
 
@@ -195,7 +211,7 @@ def test_load(tmp_path, capsys):
     rows = [fake_row(shape, 1 + i / 60) for i, shape in enumerate(bench_shapes.select())]
     rows[3].flashmla_us = 20.0
     stored, table, image = (tmp_path / name for name in ("run.json", "run.csv", "run.png"))
-    bench_report.write_json(stored, rows, LIMITS, {"gpu": "card"})
+    bench_report.write_json(stored, rows, LIMITS, {"gpu": "card", "sustained": 5.0})
     command = ["--load", str(stored), "--csv", str(table)]
     try:
         import matplotlib  # noqa: F401
@@ -206,6 +222,7 @@ def test_load(tmp_path, capsys):
     assert bench_decode.main(command) == 0
     printed = capsys.readouterr().out
     assert printed.count("\n") > 65
+    assert printed.startswith("each graph alone, 5 s after 5 s")
     assert "geomean" in printed.splitlines()[-2]
     assert bench_report.read_json(stored)[:2] == (rows, LIMITS)
     lines = list(csv.DictReader(table.open()))
@@ -237,7 +254,14 @@ def test_plot_without_matplotlib(monkeypatch, capsys):
 
 @pytest.mark.parametrize(
     "argv",
-    [["--repeats", "0"], ["--seconds", "nan"], ["--sustained", "0"], ["--quick", "--q", "0"]],
+    [
+        ["--repeats", "0"],
+        ["--seconds", "nan"],
+        ["--sustained", "0"],
+        ["--sustained", "inf"],
+        ["--sustained", "1", "--repeats", "9"],
+        ["--quick", "--q", "0"],
+    ],
 )
 def test_bad_numbers(argv, capsys):
     assert bench_decode.main(argv) == 2

@@ -10,9 +10,9 @@
  *     O^T = V^T P^T   columns by N rows; V^T through ldmatrix in registers, P in shared memory
  *
  * Nothing is transposed in memory, and both cost what rows there are, rounded up to 16, 24, 32, 40,
- * 48, 56 or 64 (sm90_narrow.cuh has the softmax of these scores). With 64 rows nothing is padded
- * either way, and scores are S = Q K^T: four lanes have all scores of a row, and its maximum takes
- * two shuffles (sm90_softmax.cuh).
+ * 48, 56 or 64 (softmax: sm90_softmax_tokens.cuh). Blocks of 64 rows take S = Q K^T instead, at the
+ * same cost: a row's scores are then in four lanes, and its maximum takes two shuffles
+ * (sm90_softmax_rows.cuh).
  *
  * Two warpgroups share a tile of 128 tokens, two stages of the ring: each scores one of them, and
  * sums its 256 columns of O over both. They go through a tile in step:
@@ -36,16 +36,17 @@
  * of unsplit requests go straight to `out`.
  *
  * Registers of a consumer thread: O 2N all along; N/2 scores and as many of each panel on its way,
- * or N/2 products of V, its fragments and N/4 factors; row sums. What a lane needs of addresses is
- * kept beside them. Relies on kbmla.c's checks, as every backend.
+ * or N/2 products of V, its fragments and N/4 factors; as many row sums, twice until the first
+ * products of V, or few where rows are the M side. What a lane needs of addresses is kept beside
+ * them. Relies on kbmla.c's checks, as every backend.
  */
 #include "../cuda/cuda_item.cuh"
 #include "../cuda/cuda_launch.h"
-#include "sm90_narrow.cuh"
 #include "sm90_output.cuh"
 #include "sm90_products.cuh"
 #include "sm90_producer.cuh"
-#include "sm90_softmax.cuh"
+#include "sm90_softmax_rows.cuh"
+#include "sm90_softmax_tokens.cuh"
 #include "sm90_tile.cuh"
 
 /* ------------------------------------------------------------------ consumers */
@@ -69,9 +70,9 @@ template <int N> static __device__ __forceinline__ consumer make_consumer(sm90_s
     self.group = group;
     self.values = from_here(smem_address(smem.ring) + group * (V_COLUMNS / 128) * PANEL_BYTES +
                             values_offset(warp, lane));
-    self.p = from_here(smem_address(smem.p) + (sm90_smem<N>::IS_NARROW
-                                                   ? narrow_p_offset<N>(block_warp, lane)
-                                                   : p_offset(group, warp, lane)));
+    self.p = from_here(smem_address(smem.p) + (sm90_smem<N>::TOKENS_ARE_M
+                                                   ? token_p_offset<N>(block_warp, lane)
+                                                   : row_p_offset(group, warp, lane)));
     self.row = from_here(4 * row);
     return self;
 }
@@ -82,15 +83,6 @@ struct item_stages {
     uint32_t begin;     /* first token */
     uint32_t end;       /* of whole tiles: each warpgroup scores one stage of every one */
     uint32_t clean_end; /* as of item_info */
-};
-
-/* What a thread knows of rows: of the warp's rows g and g + 8, or if narrow, sums of N / 4 rows and
- * the maxima kept of rows lane, lane + 32. */
-template <int N> struct row_state {
-    float sums[sm90_smem<N>::LANE_SUMS]; /* of this lane's tokens */
-    float fresh[N / 4];                  /* of the tile, not yet in `sums`; if narrow */
-    float kept[sm90_smem<N>::LANE_ROWS]; /* if narrow */
-    float top[2];                        /* of the warpgroup's stage; if not */
 };
 
 /* Scores of the warpgroup's stage at `own`, whose first token is `token` and which may be known to
@@ -110,30 +102,30 @@ score(float (&s)[N / 2], row_state<N> &state, sm90_smem<N> &smem, const consumer
     const bool is_masked = token + STAGE_TOKENS > item.clean_end;
     if (is_masked)
         clear_values(stage, token, smem.item[item.parity].end, self.warp, self.lane);
-    if constexpr (sm90_smem<N>::IS_NARROW) {
+    if constexpr (sm90_smem<N>::TOKENS_ARE_M) {
         if (is_masked)
-            mask_narrow_scores<N>(s, visible, token + 16 * self.warp, self.lane);
-        share_narrow_maxima<N>(s, smem_address(&smem.part_max[self.block_warp]), self.lane);
+            mask_token_scores<N>(s, visible, token + 16 * self.warp, self.lane);
+        share_token_maxima<N>(s, smem_address(&smem.part_max[self.block_warp]), self.lane);
     } else {
-        const uint32_t top_at =
-            smem_address(&smem.part_max[self.group * sm90_smem<N>::ROWS]) + self.row;
+        const uint32_t top_at = smem_address(&smem.part_max[self.group * N]) + self.row;
         if (is_masked)
-            mask_scores(s, visible + self.row, token, self.lane);
-        stage_maxima(state.top, s);
+            mask_row_scores(s, visible + self.row, token, self.lane);
+        row_maxima(state.top, s);
 #pragma unroll
         for (int h = 0; h < 2; h++)
             store_shared_f32_if((self.lane & 3) == 0, top_at + 32 * h, state.top[h]);
     }
 }
 
-/* P of the warpgroup's stage from its scores and the maxima of both, its part of the row sums, and
- * the factors of older sums. Whoever needs the maxima kept keeps them for itself, the same. */
+/* P of the warpgroup's stage from its scores and the maxima of both, its sums, and the factors of
+ * older sums, which accumulate() applies to row sums too where tokens are the M side. Maxima kept
+ * are worked out alike wherever they are needed. */
 template <int N>
 static __device__ __forceinline__ void weigh(const float (&s)[N / 2], row_state<N> &state,
                                              const decode_params &params, sm90_smem<N> &smem,
                                              const consumer &self, bool is_first_tile) {
     const float scale = params.softmax_scale_log2;
-    if constexpr (sm90_smem<N>::IS_NARROW) {
+    if constexpr (sm90_smem<N>::TOKENS_ARE_M) {
 #pragma unroll
         for (int i = 0; i < sm90_smem<N>::LANE_ROWS; i++) {
             const uint32_t row = min(32 * i + self.lane, (uint32_t)N - 1);
@@ -144,12 +136,10 @@ static __device__ __forceinline__ void weigh(const float (&s)[N / 2], row_state<
             store_shared_f32_if(self.block_warp == 0 && 32 * i + self.lane < N,
                                 smem_address(&smem.rescale[row_position<N>(row)]), rescale);
         }
-        exponentiate_narrow<N>(s, state.fresh, state.kept, scale, params.log2_p_scale, self.p,
+        exponentiate_tokens<N>(s, state.fresh, state.kept, scale, params.log2_p_scale, self.p,
                                self.lane);
     } else {
-        const uint32_t other_at =
-                           smem_address(&smem.part_max[(self.group ^ 1) * sm90_smem<N>::ROWS]) +
-                           self.row,
+        const uint32_t other_at = smem_address(&smem.part_max[(self.group ^ 1) * N]) + self.row,
                        kept_at = smem_address(smem.row_max[self.group]) + self.row,
                        rescale_at = smem_address(smem.rescale) +
                                     4 * row_position<N>(from_here(self.row) / 4);
@@ -172,7 +162,7 @@ static __device__ __forceinline__ void weigh(const float (&s)[N / 2], row_state<
             store_shared_f32_if((self.lane & 3) == 0 && self.group == 0, rescale_at + 8 * h,
                                 rescale);
         }
-        exponentiate(s, state.sums, top, scale, params.log2_p_scale, self.p);
+        exponentiate_rows(s, state.sums, top, scale, params.log2_p_scale, self.p);
     }
 }
 
@@ -180,8 +170,8 @@ static __device__ __forceinline__ void weigh(const float (&s)[N / 2], row_state<
 template <int N>
 static __device__ __forceinline__ void share_rows(row_state<N> &state, sm90_smem<N> &smem,
                                                   const consumer &self, uint32_t lane) {
-    if constexpr (sm90_smem<N>::IS_NARROW) {
-        share_narrow_sums<N>(state.sums, smem.row_sum[self.block_warp], lane);
+    if constexpr (sm90_smem<N>::TOKENS_ARE_M) {
+        share_token_sums<N>(state.sums, smem.row_sum[self.block_warp], lane);
         if (self.block_warp == 0)
 #pragma unroll
             for (int i = 0; i < sm90_smem<N>::LANE_ROWS; i++)
@@ -189,7 +179,7 @@ static __device__ __forceinline__ void share_rows(row_state<N> &state, sm90_smem
                     smem.row_max[0][32 * i + lane] = state.kept[i];
     } else {
         const uint32_t row = 16 * self.warp + (lane >> 2);
-        sum_of_lanes(state.sums);
+        sum_row_lanes(state.sums);
         if ((lane & 3) == 0)
 #pragma unroll
             for (int h = 0; h < 2; h++)
@@ -218,9 +208,10 @@ static __device__ __forceinline__ void consume(const decode_params &params, sm90
         const bool has_stages = item.begin < item.end;
         float o[M_TILES][N / 2] = {};
         row_state<N> state = {};
+        if constexpr (sm90_smem<N>::TOKENS_ARE_M)
 #pragma unroll
-        for (float &kept : state.kept)
-            kept = NO_MAXIMUM;
+            for (float &kept : state.kept)
+                kept = NO_MAXIMUM;
 
         bool is_own_there = false; /* its stage of the next tile, as far as is known */
 #pragma unroll 1
@@ -255,7 +246,7 @@ static __device__ __forceinline__ void consume(const decode_params &params, sm90
             load_first_fragments<N>(a, tile);
             /* P of both stages is there, and the factors. */
             named_barrier_sync(CONSUMER_BARRIER, CONSUMERS);
-            is_own_there = accumulate<N>(o, state.sums, state.fresh, a, tile);
+            is_own_there = accumulate<N>(o, state, a, tile);
             first = second.next();
         }
 

@@ -35,12 +35,12 @@ static __device__ __forceinline__ void
 finish_rows(const decode_params &params, sm90_smem<N> &smem, float *factor,
             float (&lse)[sm90_smem<N>::LANE_ROWS], float numerator, bool has_stages,
             uint32_t lane) {
-    constexpr int ROUNDS = sm90_smem<N>::LANE_ROWS;
-    uint32_t row[ROUNDS];
-    float sum[ROUNDS];
-    bool is_empty[ROUNDS];
+    constexpr int LANE_ROWS = sm90_smem<N>::LANE_ROWS;
+    uint32_t row[LANE_ROWS];
+    float sum[LANE_ROWS];
+    bool is_empty[LANE_ROWS];
 #pragma unroll
-    for (int i = 0; i < ROUNDS; i++) {
+    for (int i = 0; i < LANE_ROWS; i++) {
         row[i] = min(32 * i + lane, (uint32_t)N - 1);
         sum[i] = 0.0f;
         if (has_stages)
@@ -52,12 +52,12 @@ finish_rows(const decode_params &params, sm90_smem<N> &smem, float *factor,
         sum[i] = is_empty[i] ? 1.0f : sum[i];
     }
 #pragma unroll
-    for (int i = 0; i < ROUNDS; i++) {
+    for (int i = 0; i < LANE_ROWS; i++) {
         lse[i] = log2f(sum[i]) - params.log2_p_scale + lse[i] * params.softmax_scale_log2;
         lse[i] = from_here(is_empty[i] ? -INFINITY : lse[i]);
     }
 #pragma unroll
-    for (int i = 0; i < ROUNDS; i++) {
+    for (int i = 0; i < LANE_ROWS; i++) {
         const float quotient = from_here(numerator / sum[i]);
         /* Lanes past the last row write its factor again. */
         factor[row_position<N>(row[i])] = is_empty[i] ? 0.0f : quotient;

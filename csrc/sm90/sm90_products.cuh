@@ -14,8 +14,8 @@
  * of a sum, so each panel is summed apart, at a third of the error of one sum over all. */
 enum { SCORE_PANELS = 5 };
 
-/* Starts the scores of one panel of channels: of the 64 tokens of a stage against N rows, or if not
- * narrow of 64 rows against the tokens. */
+/* Starts the scores of one panel of channels: K Q^T of the 64 tokens of a stage and N rows, or
+ * where rows are the M side Q K^T. */
 template <int N>
 static __device__ __forceinline__ void start_panel_scores(float (&s)[N / 2], int panel,
                                                           uint32_t stage, uint32_t q) {
@@ -28,7 +28,7 @@ static __device__ __forceinline__ void start_panel_scores(float (&s)[N / 2], int
     wgmma_fence();
 #pragma unroll
     for (int step = 0; step < (panel < 4 ? 4 : 2); step++)
-        if constexpr (sm90_smem<N>::IS_NARROW)
+        if constexpr (sm90_smem<N>::TOKENS_ARE_M)
             wgmma_e4m3<N>::ss(s, moved(k_panel, 32 * step), moved(q_panel, 32 * step), step != 0);
         else
             wgmma_e4m3<STAGE_TOKENS>::ss(s, moved(q_panel, 32 * step), moved(k_panel, 32 * step),
@@ -78,7 +78,7 @@ static __device__ __forceinline__ void start_output(float (&t)[N / 2], uint32_t 
     wgmma_commit();
 }
 
-/* Scores of a stage, K Q^T if narrow, else Q K^T of 64 rows: N / 2 of a thread either way. */
+/* Scores of a stage: N / 2 of a thread, whichever the M side is. */
 template <int N>
 static __device__ __forceinline__ void compute_scores(float (&s)[N / 2], uint32_t stage,
                                                       uint32_t q) {
@@ -145,13 +145,12 @@ static __device__ __forceinline__ void release_stages(const tile_places &tile) {
  * O = O * rescale + V^T P^T of a tile, whose first fragments are loaded; says whether the
  * warpgroup's next stage is there, which is asked beside the last products so that the answer costs
  * no time. The factors stay in registers: reading them for each m tile would take as much of shared
- * memory's time as V. If narrow they are of the rows of a lane's sums as well, to which the tile's,
- * `fresh`, are added here.
+ * memory's time as V. Where tokens are the M side of scores they are also those of the lane's row
+ * sums, so the tile's, `fresh`, are added here.
  */
 template <int N>
-static __device__ __forceinline__ bool
-accumulate(float (&o)[M_TILES][N / 2], float (&sums)[sm90_smem<N>::LANE_SUMS],
-           const float (&fresh)[N / 4], value_fragments<N> &a, const tile_places &tile) {
+static __device__ __forceinline__ bool accumulate(float (&o)[M_TILES][N / 2], row_state<N> &state,
+                                                  value_fragments<N> &a, const tile_places &tile) {
     constexpr int FRAGMENTS = sm90_smem<N>::FRAGMENTS;
     static_assert(FRAGMENTS >= 2, "an m tile's fragments are loaded before its products start");
     float t[N / 2], factor[N / 4];
@@ -171,10 +170,10 @@ accumulate(float (&o)[M_TILES][N / 2], float (&sums)[sm90_smem<N>::LANE_SUMS],
                 factor[2 * pair] = both.x;
                 factor[2 * pair + 1] = both.y;
             }
-            if constexpr (sm90_smem<N>::IS_NARROW)
+            if constexpr (sm90_smem<N>::TOKENS_ARE_M)
 #pragma unroll
                 for (int i = 0; i < N / 4; i++)
-                    sums[i] = fmaf(sums[i], factor[i], fresh[i]);
+                    state.sums[i] = fmaf(state.sums[i], factor[i], state.fresh[i]);
         }
         if (m == M_TILES - 1) {
             release_stages(tile);

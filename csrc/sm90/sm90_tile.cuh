@@ -54,34 +54,33 @@ struct item_info {
 template <int N> struct sm90_smem {
     enum {
         STAGES = N <= 48 ? 5 : 4,
-        /* Scores have tokens as their M side, not rows, of which 64 would be multiplied. */
-        IS_NARROW = N < MAX_BLOCK_ROWS,
-        LANE_SUMS = IS_NARROW ? N / 4 : 2, /* rows of which a thread has scores */
+        /* The M side of scores; rows there would be padded to 64. */
+        TOKENS_ARE_M = N < MAX_BLOCK_ROWS,
         /* As registers allow: panels of scores on their way behind the first, and fragments of V
          * that a thread holds, each of an m tile and a stage. */
         PANELS_AHEAD = N <= 32 ? 4 : 1 + (N <= 48),
         FRAGMENTS = N <= 48 ? 4 : 3,
-        ROWS = (N + 15) / 16 * 16, /* of matrices in pairs */
-        LANE_ROWS = (N + 31) / 32, /* where a warp's lanes have a row each */
+        P_ROWS = (N + 15) / 16 * 16, /* stmatrix writes 8 rows of two matrices or four */
+        LANE_ROWS = (N + 31) / 32,   /* where a warp's lanes share out rows: lane, lane + 32 */
         /* Parts of a row's scores that are weighed apart: warps, or warpgroups. */
-        ROW_PARTS = IS_NARROW ? CONSUMER_WARPS : 2,
+        ROW_PARTS = TOKENS_ARE_M ? CONSUMER_WARPS : 2,
         /* Of a lane's positions: 16-byte loads, and the four lanes' in banks of their own. */
-        PITCH = ROWS == 64 ? 20 : ROWS / 4,
+        PITCH = P_ROWS == 64 ? 20 : P_ROWS / 4,
         POSITIONS = 4 * PITCH,
         Q_PANEL_BYTES = N * 128
     };
     alignas(SWIZZLE_ATOM) uint8_t ring[STAGES][STAGE_BYTES];
     alignas(SWIZZLE_ATOM) uint8_t q[N * KBMLA_HEAD_DIM_QK];
-    alignas(SWIZZLE_ATOM) uint8_t p[ROWS * 128]; /* half of the tokens of each warpgroup's stage */
+    alignas(SWIZZLE_ATOM) uint8_t p[P_ROWS * 128]; /* of each row, half by each warpgroup */
     alignas(16) float rescale[POSITIONS];
     alignas(16) float factor[CONSUMER_WARPS][POSITIONS]; /* of the output; each warp its own */
-    /* Maxima of a tile's parts, [ROWS][ROW_PARTS] if narrow, else [ROW_PARTS][ROWS]; maxima kept,
+    /* Maxima of a tile's parts, [N][ROW_PARTS], where rows are M [ROW_PARTS][N]; maxima kept,
      * by warpgroup and equal in both; sums over an item's parts. */
-    alignas(16) float part_max[ROW_PARTS * ROWS];
-    float row_max[2][ROWS], row_sum[ROW_PARTS][ROWS];
+    alignas(16) float part_max[ROW_PARTS * N];
+    float row_max[2][N], row_sum[ROW_PARTS][N];
     /* Of the even and the odd items: keys that a row sees, where it begins in `out` and in `lse`.
      */
-    alignas(16) int32_t visible[2][ROWS];
+    alignas(16) int32_t visible[2][N];
     int64_t out_at[2][N];
     int64_t lse_at[2][N];
     item_info item[2];
@@ -89,6 +88,18 @@ template <int N> struct sm90_smem {
     uint64_t empty_bar[STAGES];
     uint64_t query_full_bar;
     uint64_t query_empty_bar;
+};
+
+/* What a consumer thread knows of rows where tokens are the M side of scores. */
+template <int N, bool = sm90_smem<N>::TOKENS_ARE_M> struct row_state {
+    float sums[N / 4];                   /* over its tokens, of the rows of its scores */
+    float fresh[N / 4];                  /* the same of the tile, not in `sums` yet */
+    float kept[sm90_smem<N>::LANE_ROWS]; /* maxima */
+};
+/* Where rows are, of the warp's rows g and g + 8. */
+template <int N> struct row_state<N, false> {
+    float sums[2]; /* over its tokens */
+    float top[2];  /* maxima, of the warpgroup's stage and then of the item */
 };
 
 /* Where the ring stands, in one register: a stage, plus STAGES in odd phases. */

@@ -3,26 +3,25 @@
  * The softmax step of the SM90 decode for blocks of less than 64 rows, whose scores have tokens as
  * their M side: s[4j + 2h + c] of a lane is token 16 * warp + g + 8h of the stage, row 8j + 2t + c,
  * with g = lane / 4, t = lane % 4. So all warps have scores of every row. Maxima go through shared
- * memory; what is known of rows as a whole is with the lanes of their numbers modulo 32, in each
- * warp the same.
+ * memory; what is known of a row as a whole is with lane row % 32, the same in each warp.
  */
-#ifndef KBMLA_SM90_NARROW_CUH
-#define KBMLA_SM90_NARROW_CUH
+#ifndef KBMLA_SM90_SOFTMAX_TOKENS_CUH
+#define KBMLA_SM90_SOFTMAX_TOKENS_CUH
 
 #include "sm90_softmax.cuh"
 
 /* The row of number i = 2j + c of a lane's N / 4. */
-static __device__ __forceinline__ uint32_t narrow_row(int i, uint32_t lane) {
+static __device__ __forceinline__ uint32_t lane_row(int i, uint32_t lane) {
     return 8 * (i >> 1) + 2 * (lane & 3) + (i & 1);
 }
 
 /* -inf for tokens that a row does not see; `visible` is of row 0, `token` the warp's first. */
 template <int N>
-static __device__ __forceinline__ void mask_narrow_scores(float (&s)[N / 2], uint32_t visible,
-                                                          uint32_t token, uint32_t lane) {
+static __device__ __forceinline__ void mask_token_scores(float (&s)[N / 2], uint32_t visible,
+                                                         uint32_t token, uint32_t lane) {
 #pragma unroll
     for (int i = 0; i < N / 4; i++) {
-        const uint32_t bound = load_shared_u32(visible + 4 * narrow_row(i, lane));
+        const uint32_t bound = load_shared_u32(visible + 4 * lane_row(i, lane));
 #pragma unroll
         for (int h = 0; h < 2; h++)
             if (token + (lane >> 2) + 8 * h >= bound)
@@ -32,13 +31,14 @@ static __device__ __forceinline__ void mask_narrow_scores(float (&s)[N / 2], uin
 
 /*
  * The largest of the warp's scores of each row, to the warp's place of row 0 at `to`. A row has
- * CONSUMER_WARPS places. Of two values, the lanes of a pair go on with one each as long as there
- * are two, with both when there are not.
+ * CONSUMER_WARPS places. A reduce-scatter over the eight lanes of equal t: the two lanes of a pair
+ * share out their rows, each sending the half that the other keeps. An odd number is not shared
+ * out: both keep all, and one of them stores.
  */
 template <int N>
-static __device__ __forceinline__ void share_narrow_maxima(const float (&s)[N / 2], uint32_t to,
-                                                           uint32_t lane) {
-    float top[N / 8]; /* of rows 8j + 2t + c, c by lane */
+static __device__ __forceinline__ void share_token_maxima(const float (&s)[N / 2], uint32_t to,
+                                                          uint32_t lane) {
+    float top[N / 8]; /* of rows 8j + 2t + c, where c is bit 4 of the lane */
     const bool is_odd = (lane & 16) != 0;
 #pragma unroll
     for (int j = 0; j < N / 8; j++) {
@@ -48,7 +48,7 @@ static __device__ __forceinline__ void share_narrow_maxima(const float (&s)[N / 
     }
     int count = N / 8;
     uint32_t row = 2 * (lane & 3) + is_odd;
-    bool is_first = true; /* of the lanes that have the same values */
+    bool is_first = true; /* of lanes that have the same */
 #pragma unroll
     for (int bit = 8; bit >= 4; bit /= 2) {
         const bool is_high = (lane & bit) != 0;
@@ -82,18 +82,19 @@ static __device__ __forceinline__ float largest_part(uint32_t at) {
                           fmaxf(__uint_as_float(b.z), __uint_as_float(b.w))));
 }
 
-/* Where a lane's row of P's matrices begins, of 8 rows and the warp's 16 tokens each. Rows from 32
- * on are in as many more, 32 rows behind. */
+/* Where a lane's row begins in P's first matrices, of 8 rows and the warp's 16 tokens each: two of
+ * 16 rows, else four. Rows from 32 on are in two or four more, 32 rows further on. */
 template <int N>
-static __device__ __forceinline__ uint32_t narrow_p_offset(uint32_t block_warp, uint32_t lane) {
+static __device__ __forceinline__ uint32_t token_p_offset(uint32_t block_warp, uint32_t lane) {
     const uint32_t row = lane & (N <= 16 ? 15 : 31);
     return row * 128 + (((block_warp ^ row) & 7) << 4);
 }
 
-/* As exponentiate(), of the warp's 16 tokens; `kept` is of rows lane, lane + 32. */
+/* As exponentiate_rows(), of the warp's 16 tokens; but `fresh` becomes the sums of the tile alone.
+ * `kept` is of rows lane, lane + 32. */
 template <int N>
 static __device__ __forceinline__ void
-exponentiate_narrow(const float (&s)[N / 2], float (&sums)[N / 4],
+exponentiate_tokens(const float (&s)[N / 2], float (&fresh)[N / 4],
                     const float (&kept)[sm90_smem<N>::LANE_ROWS], float scale, float log2_p_scale,
                     uint32_t p, uint32_t lane) {
     uint32_t packed[8] = {};
@@ -102,10 +103,10 @@ exponentiate_narrow(const float (&s)[N / 2], float (&sums)[N / 4],
 #pragma unroll
         for (int c = 0; c < 2; c++) {
             const int i = 2 * j + c;
-            const float top = __shfl_sync(FULL_WARP, kept[j / 4], narrow_row(i, lane) & 31);
+            const float top = __shfl_sync(FULL_WARP, kept[j / 4], lane_row(i, lane) & 31);
             const float p0 = exp2_approx(fmaf(s[4 * j + c] - top, scale, log2_p_scale));
             const float p8 = exp2_approx(fmaf(s[4 * j + 2 + c] - top, scale, log2_p_scale));
-            sums[i] = p0 + p8;
+            fresh[i] = p0 + p8;
             packed[j] |= round_p(p0, p8) << (16 * c);
         }
     if constexpr (N <= 16)
@@ -120,8 +121,8 @@ exponentiate_narrow(const float (&s)[N / 2], float (&sums)[N / 4],
 
 /* Sums over the warp's tokens, to row_sum, [N]. */
 template <int N>
-static __device__ __forceinline__ void share_narrow_sums(float (&sums)[N / 4], float *row_sum,
-                                                         uint32_t lane) {
+static __device__ __forceinline__ void share_token_sums(float (&sums)[N / 4], float *row_sum,
+                                                        uint32_t lane) {
 #pragma unroll
     for (int bit = 4; bit <= 16; bit *= 2)
 #pragma unroll
@@ -130,7 +131,7 @@ static __device__ __forceinline__ void share_narrow_sums(float (&sums)[N / 4], f
     if (lane < 4)
 #pragma unroll
         for (int i = 0; i < N / 4; i++)
-            row_sum[narrow_row(i, lane)] = sums[i];
+            row_sum[lane_row(i, lane)] = sums[i];
 }
 
 #endif
