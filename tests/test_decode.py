@@ -640,10 +640,11 @@ def test_nan_of_a_neighbour_stays_there(cpu, isa, count):
         assert out[3].isnan().any()
 
 
-def test_rows_without_keys_are_zero_whatever_the_values_are(device):
+@pytest.mark.parametrize("heads", [10, 16])
+def test_rows_without_keys_are_zero_whatever_the_values_are(device, heads):
     """q > length on a page outside the cache, which reads as NaN: rows that see no key are 0 by
     selection, not by a product with P = 0; the others are NaN."""
-    batch = make_batch([2, 300], 16, 4, device=device)
+    batch = make_batch([2, 300], heads, 4, device=device)
     batch.block_table[0, 0] = batch.cache.shape[0]
     out, lse = decode(core_for(batch), batch)
     assert not out[0, :2].any()
