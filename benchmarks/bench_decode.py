@@ -367,8 +367,8 @@ def parser() -> argparse.ArgumentParser:
         "--sustained",
         type=float,
         metavar="S",
-        help="instead of --repeats: S seconds of each graph alone, as much before: speed at the "
-        "card's power limit; 60 shapes of two policies take 4 * S minutes",
+        help="instead of --repeats and --seconds: S seconds of each graph alone, as much before: "
+        "speed at the card's power limit; 60 shapes of two policies take 4 * S minutes",
     )
     p.add_argument("--fp16-partials", action="store_true", help="unmerged results of kbmla as FP16")
     p.add_argument(
@@ -420,12 +420,13 @@ def _run(args: argparse.Namespace) -> int:
     repeats = args.repeats if args.repeats is not None else (10 if args.quick else 20)
     if repeats < 1 or not 0 < args.seconds < math.inf:
         raise ValueError(
-            f"--repeats, --seconds: expected at least 1 and above 0, got {repeats}, {args.seconds}"
+            f"--repeats, --seconds: expected at least 1, and above 0 and finite, got {repeats}, "
+            f"{args.seconds}"
         )
     if args.sustained is not None and not 0 < args.sustained < math.inf:
-        raise ValueError(f"--sustained: expected above 0, got {args.sustained}")
+        raise ValueError(f"--sustained: expected above 0 and finite, got {args.sustained}")
     if args.sustained is not None and args.repeats is not None:
-        raise ValueError("--sustained, --repeats: expected one of them")
+        raise ValueError("--sustained, --repeats: expected one of them, got both")
     shapes = select(args.batch, args.heads, args.q, args.only, args.quick)
     policies = tuple(dict.fromkeys(args.policies))
     if args.plot:

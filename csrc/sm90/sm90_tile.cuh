@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * Sizes, shared memory and layouts of the SM90 decode, for blocks of N query rows: 16, 24, 32,
- * 40, 48, 56 or 64.
+ * Sizes, layouts, shared memory and the registers that follow from them in the SM90 decode, for
+ * blocks of N query rows: 16, 24, 32, 40, 48, 56 or 64.
  *
  * A stage of the ring holds 64 tokens as two operands of wgmma: the latent as four panels
  * [64 tokens, 128 B] in the 128-byte swizzle, the rope as one [64, 64 B] in the 64-byte swizzle.
